@@ -1,0 +1,152 @@
+"""One typed tree of settings: a TOML file, then the environment, then flags; the later wins.
+
+The file is `$SANDYARD_CONFIG`, else `~/.config/sandyard/config.toml`, else nothing. In the
+environment `SANDYARD_SERVER__PORT=8001` sets `server.port`. An unknown key is an error that names
+the key and where it was set: a setting that is silently ignored is worse than one that is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sandyard.errors import ConfigError
+
+ENV_PREFIX = "SANDYARD_"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class PathSettings(_Section):
+    """Where things lie. State (sandboxes, database, keys) and cache (templates) may be on different disks."""
+
+    state: Path = Path("/var/lib/sandyard")
+    run: Path = Path("/run/sandyard")
+
+
+class ServerSettings(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    allow_public: bool = False  # a public address without TLS is refused unless this is set
+    database: str | None = None  # SQLAlchemy URL; default: SQLite under paths.state
+    drain_seconds: float = Field(10.0, ge=0)
+
+
+class SandboxSettings(_Section):
+    runtime: Literal["container", "memory"] = "container"
+    cpu: float = Field(1.0, gt=0)
+    memory_mb: int = Field(512, ge=16)
+    disk_mb: int = Field(1024, ge=16)
+    pids: int = Field(256, ge=8)
+    timeout: float = Field(300.0, gt=0)  # default lifetime, seconds
+    max_timeout: float = Field(86400.0, gt=0)
+    max_count: int = Field(0, ge=0)  # 0: from the host's memory
+    start_concurrency: int = Field(0, ge=0)  # 0: number of cores
+
+
+class PoolSettings(_Section):
+    """Warm pool per template."""
+
+    low: int = Field(2, ge=0)
+    high: int = Field(64, ge=0)
+
+
+class ContainerSettings(_Section):
+    engine: Literal["auto", "crun", "runc", "runsc"] = "auto"
+    uid_base: int = Field(1_879_048_192, ge=65536)  # container uid 0 on the host
+    disk: Literal["auto", "loop", "none"] = "auto"
+
+
+class ImageSettings(_Section):
+    base: str | None = None  # registry reference, or a rootfs tarball's path; None: choose
+    mirror: str | None = None  # apt mirror; None: the host's own
+    suite: str | None = None  # Debian suite; None: the host's own
+
+
+class Settings(_Section):
+    paths: PathSettings = PathSettings()
+    server: ServerSettings = ServerSettings()
+    sandbox: SandboxSettings = SandboxSettings()
+    pool: PoolSettings = PoolSettings()
+    container: ContainerSettings = ContainerSettings()
+    images: ImageSettings = ImageSettings()
+
+
+def load_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Load the tree. `flags` maps dotted keys ("server.port") to values; None values are left out.
+
+    Raises `ConfigError` naming the key and its source.
+    """
+    environ = os.environ if environ is None else environ
+    tree: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    path = file or _default_file(environ)
+    if path is not None:
+        _merge(tree, sources, _flatten(_read_toml(path)), f"file {path}")
+    _merge(tree, sources, _from_environ(environ), "the environment")
+    _merge(tree, sources, {k: v for k, v in (flags or {}).items() if v is not None}, "a flag")
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        source = sources.get(key, "the settings")
+        raise ConfigError(f"setting {key} from {source}: {first['msg']}") from error
+
+
+def _default_file(environ: Mapping[str, str]) -> Path | None:
+    named = environ.get("SANDYARD_CONFIG")
+    if named:
+        return Path(named)
+    config_home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    path = config_home / "sandyard" / "config.toml"
+    return path if path.is_file() else None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"settings file {path} does not exist", remedy="create it or unset SANDYARD_CONFIG") from error
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"settings file {path}: {error}") from error
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name.removeprefix(ENV_PREFIX).lower().replace("__", "."): value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and "__" in name
+    }
+
+
+def _merge(tree: dict[str, Any], sources: dict[str, str], flat: Mapping[str, Any], source: str) -> None:
+    for dotted, value in flat.items():
+        *parents, leaf = dotted.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+        sources[dotted] = source
