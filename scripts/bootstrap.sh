@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Make .venv and install Sandyard into it: `scripts/bootstrap.sh EXTRAS`, e.g. server,train.
+# Safe to repeat: does nothing when nothing changed. Installs Debian packages only as root.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+extras=${1:-server,train,data}
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
+fail() { printf '[setup] FAILED: %s\n' "$*" >&2; exit 1; }
+
+apt_install() {
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing Debian packages: $*"
+    apt-get -qq update || fail "apt-get update failed; check the network and /etc/apt/sources.list.d, then run this again"
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" >/dev/null ||
+      fail "apt-get install $* failed; run it by hand to see why"
+  else
+    fail "these Debian packages are missing: $*; run as root: apt-get install -y $*"
+  fi
+}
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || apt_install python3 python3-venv
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$python is $("$python" -V 2>&1); Sandyard needs Python 3.11 or newer: set PYTHON=/path/to/python3.11"
+"$python" -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv
+command -v git >/dev/null || apt_install git
+
+if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
+  say "making .venv with $("$python" -V)"
+  "$python" -m venv --clear .venv
+fi
+
+stamp=.venv/.sandyard-$(printf '%s' "$extras" | tr ',' '-')
+want=$(cat pyproject.toml constraints.txt hatch_build.py scripts/bootstrap.sh | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
+  say "installing Sandyard [$extras] and the versions in constraints.txt into .venv (a few minutes the first time)"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" ||
+    fail "pip could not install; the lines above say which package. Check the package index and disk space, then run this again"
+  printf '%s' "$want" >"$stamp"
+fi
+# The guest agent: compiled again only when its sources changed.
+.venv/bin/python hatch_build.py || fail "the guest agent did not compile; the lines above say why"
+say "ready: .venv/bin/sandyard"
