@@ -119,7 +119,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError as error:
-        raise ConfigError(f"settings file {path} does not exist", remedy="create it or unset SANDYARD_CONFIG") from error
+        raise ConfigError(
+            f"settings file {path} does not exist", remedy="create it or unset SANDYARD_CONFIG"
+        ) from error
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings file {path}: {error}") from error
 
@@ -148,5 +150,7 @@ def _merge(tree: dict[str, Any], sources: dict[str, str], flat: Mapping[str, Any
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"setting {parent} from {sources.get(parent, source)}: a section, not a value")
         node[leaf] = value
         sources[dotted] = source

@@ -52,7 +52,9 @@ def resolve_connection(
     """
     environ = os.environ if environ is None else environ
     stored = read_credentials(environ)
-    url = api_url or environ.get("AENV_API_URL") or environ.get("E2B_API_URL") or (stored and stored.api_url) or LOCAL_URL
+    url = (
+        api_url or environ.get("AENV_API_URL") or environ.get("E2B_API_URL") or (stored and stored.api_url) or LOCAL_URL
+    )
     url = url.rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"server URL {url!r} has no scheme", remedy="write it as http://host:port")

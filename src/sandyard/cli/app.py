@@ -1,0 +1,56 @@
+"""The root command: registers the nouns, turns errors into one line and an exit status.
+
+Exit status: 0 done; 1 it failed; 2 the call was wrong; `exec` gives the command's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+import e2b
+import httpx
+import typer
+
+from sandyard.cli.console import stderr
+from sandyard.errors import ClientError, SandyardError
+
+NOUNS = ("serve", "setup", "doctor", "conformance", "auth", "sandbox", "template", "train", "evaluate")
+
+app = typer.Typer(
+    name="sandyard",
+    help="A self-hosted yard of sandboxes for agentic reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Entry point of the `sandyard` command."""
+    for noun in NOUNS:
+        importlib.import_module(f"sandyard.cli.{noun}").register(app)
+    try:
+        status = app(standalone_mode=False)
+    except click.exceptions.Abort:
+        stderr.print("stopped")
+        status = 130
+    except click.ClickException as error:
+        error.show()
+        status = error.exit_code
+    except SandyardError as error:
+        status = _fail(str(error), 2 if isinstance(error, ClientError) else 1)
+    except httpx.TransportError as error:
+        status = _fail(f"no server answers ({error}); start one with `sandyard serve` or set E2B_API_URL", 1)
+    except ModuleNotFoundError as error:
+        status = _fail(f"{error}; install the extras: pip install 'sandyard[server,train,data]'", 1)
+    except (e2b.SandboxException, e2b.TemplateException) as error:
+        status = _fail(str(error), 1)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int) -> int:
+    stderr.print(f"error: {message}", style="red", markup=False, highlight=False)
+    return status

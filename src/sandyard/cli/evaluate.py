@@ -1,0 +1,69 @@
+"""`sandyard eval`: score solutions of a task file with the verifier, in sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sandyard.cli.console import stderr, stdout
+from sandyard.cli.yard import yard
+
+if TYPE_CHECKING:
+    from sandyard.connection import Connection
+    from sandyard.tasks.base import Task
+    from sandyard.verify.evaluate import EvalReport
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluate)
+
+
+def evaluate(
+    tasks: Annotated[str, typer.Argument(help="task file (JSONL, JSON, parquet), or `humaneval`, or `builtin`")],
+    solutions: Annotated[
+        str, typer.Option(help="`reference`, `pass`, or a JSONL file of task_id and solution")
+    ] = "reference",
+    limit: Annotated[int | None, typer.Option(help="only the first N tasks")] = None,
+    concurrency: Annotated[int, typer.Option(help="verifications at once", min=1)] = 8,
+    output: Annotated[Path | None, typer.Option(help="write every score to this JSON file")] = None,
+    api_url: Annotated[
+        str | None, typer.Option(help="server to use; without one a server is started for this run")
+    ] = None,
+) -> None:
+    """Run solutions against the hidden tests of their tasks and report the rewards."""
+    from sandyard.tasks import load_tasks
+
+    selected = load_tasks(tasks, limit=limit)
+    with yard(api_url) as connection:
+        report = asyncio.run(_evaluate(selected, solutions, connection, concurrency))
+    for line in report.lines():
+        stdout.print(line, markup=False)
+    if output is not None:
+        output.write_text(json.dumps(report.to_json(), indent=2))
+        stdout.print(f"every score: {output}", markup=False)
+    raise typer.Exit(1 if report.infra_failures else 0)
+
+
+async def _evaluate(tasks: list[Task], solutions: str, connection: Connection, concurrency: int) -> EvalReport:
+    from sandyard.verify.code import CodeVerifier
+    from sandyard.verify.evaluate import evaluate_solutions, load_solutions
+
+    verifier = CodeVerifier(connection=connection)
+    columns = (TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=stderr, transient=True) as progress:
+            bar = progress.add_task("verify", total=len(tasks))
+            return await evaluate_solutions(
+                tasks,
+                load_solutions(solutions, tasks),
+                verifier,
+                concurrency=concurrency,
+                on_progress=lambda *_: progress.advance(bar),
+            )
+    finally:
+        await verifier.close()
