@@ -1,0 +1,34 @@
+"""The figures as bars, each beside its peer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+
+from benchmarks.measure import Report
+
+OURS, PEER = "#2f6f8f", "#b8b2a7"
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write a PNG: one row of two bars for each figure that has a peer."""
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    compared = [(figure, peer) for figure in report.figures if (peer := report.find(figure.peer)) is not None]
+    if not compared:
+        return
+    figure, axes = pyplot.subplots(len(compared), 1, figsize=(9, 1.1 * len(compared) + 0.6), squeeze=False)
+    for axis, (ours, peer) in zip(axes[:, 0], compared, strict=True):
+        axis.barh([peer.name, ours.name], [peer.p50, ours.p50], color=[PEER, OURS])
+        for row, value in enumerate((peer.p50, ours.p50)):
+            axis.text(value, row, f" {value:.1f} {ours.unit}", va="center", fontsize=8)
+        axis.margins(x=0.2)
+        axis.set_xticks([])
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.tick_params(labelsize=8)
+    figure.suptitle("Sandyard beside bare engines, same host, same run (medians)", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
