@@ -1,0 +1,149 @@
+"""Tools of one trajectory, and the one way in which a policy's tool calls reach them.
+
+Whatever the policy gets wrong (a tool that does not exist, JSON that does not parse, arguments that
+do not fit) becomes a `StepResult` with status INVALID_CALL and a text that says what was expected.
+Only infrastructure errors and programming errors come out as exceptions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any
+
+from jsonschema.protocols import Validator
+
+from sandyard.envs.base import Env, StepResult, StepStatus, ToolSpec
+from sandyard.envs.observation import DEFAULT_LIMIT, cut_text
+from sandyard.envs.schema import compile_schema, explain_mismatch
+from sandyard.errors import BadRequest
+
+ToolAnswer = str | StepResult
+ToolHandler = Callable[[Mapping[str, Any]], ToolAnswer | Awaitable[ToolAnswer]]
+
+
+def invalid_call(observation: str) -> StepResult:
+    """The answer to a call that could not be made."""
+    return StepResult(observation=observation, status=StepStatus.INVALID_CALL)
+
+
+def parse_spec(schema: ToolSpec | Mapping[str, Any]) -> ToolSpec:
+    """A `ToolSpec` from one, from an OpenAI `tools=` entry, or from its `function` part.
+
+    Raises `BadRequest` naming the field.
+    """
+    if isinstance(schema, ToolSpec):
+        return schema
+    function = schema.get("function", schema)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise BadRequest("a tool needs a name", field="name")
+    parameters = function.get("parameters", {"type": "object", "properties": {}})
+    if not isinstance(parameters, Mapping):
+        raise BadRequest(f"tool {name}: parameters must be a JSON schema", field="parameters")
+    return ToolSpec(name, str(function.get("description", "")), parameters)
+
+
+@dataclass(slots=True)
+class EnvTool:
+    """A tool: what the policy sees of it and what it does.
+
+    `handler(arguments)` returns the observation, or a whole `StepResult`; it may be async. After
+    `timeout` seconds an async handler is cancelled and the answer is TIMEOUT.
+    """
+
+    spec: ToolSpec
+    handler: ToolHandler
+    timeout: float | None = None
+    observation_limit: int = DEFAULT_LIMIT
+    _validator: Validator = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._validator = compile_schema(self.spec.name, self.spec.parameters)
+
+    @classmethod
+    def from_env(cls, env: Env) -> list[EnvTool]:
+        """One tool for each of the env's, each doing `env.step`."""
+
+        def stepper(name: str) -> ToolHandler:
+            return lambda arguments: env.step(name, arguments)
+
+        return [cls(spec, stepper(spec.name)) for spec in env.tools()]
+
+    async def call(self, arguments: Mapping[str, Any]) -> StepResult:
+        mismatch = explain_mismatch(self._validator, arguments)
+        if mismatch is not None:
+            return invalid_call(f"{self.spec.name}: the arguments do not fit: {mismatch}")
+        try:
+            async with asyncio.timeout(self.timeout) as deadline:
+                answer = self.handler(arguments)
+                answer = await answer if inspect.isawaitable(answer) else answer
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            text = f"{self.spec.name} was stopped: it ran longer than {self.timeout:g} s"
+            return StepResult(observation=text, status=StepStatus.TIMEOUT)
+        result = answer if isinstance(answer, StepResult) else StepResult(observation=answer)
+        return replace(result, observation=cut_text(result.observation, self.observation_limit))
+
+
+class ToolManager:
+    """The tools of one trajectory by name; a name registered again replaces the tool before it."""
+
+    def __init__(self, tools: Sequence[EnvTool] = ()) -> None:
+        self._tools: dict[str, EnvTool] = {}
+        for tool in tools:
+            self.register(tool)
+
+    def register(self, tool: EnvTool) -> None:
+        self._tools[tool.spec.name] = tool
+
+    def unregister(self, name: str) -> None:
+        """Forget a tool; one that is not there is no error."""
+        self._tools.pop(name, None)
+
+    def names(self) -> list[str]:
+        return list(self._tools)
+
+    def specs(self) -> list[ToolSpec]:
+        return [tool.spec for tool in self._tools.values()]
+
+    def copy(self) -> ToolManager:
+        return ToolManager(list(self._tools.values()))
+
+    def tool_infos(self) -> list[dict[str, Any]]:
+        """The `tools=` argument of a chat template."""
+        return [spec.to_openai() for spec in self.specs()]
+
+    async def __call__(self, call: Mapping[str, Any]) -> StepResult:
+        """Do one tool call: `{"name", "arguments"}`, or OpenAI's `{"function": {...}}` around it.
+
+        `arguments` is an object or its JSON text.
+        """
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return invalid_call("a tool call needs a name and arguments")
+        return await self.call(function["name"], function.get("arguments", {}))
+
+    async def call(self, name: str, arguments: object) -> StepResult:
+        """Call tool `name` with `arguments` as they came from the policy."""
+        tool = self._tools.get(name)
+        if tool is None:
+            return invalid_call(self._unknown(name))
+        if isinstance(arguments, str | bytes):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                return invalid_call(f"{name}: the arguments are not JSON: {error}")
+        if not isinstance(arguments, Mapping):
+            return invalid_call(f"{name}: the arguments must be an object, not {type(arguments).__name__}")
+        return await tool.call(arguments)
+
+    def _unknown(self, name: str) -> str:
+        near = get_close_matches(name, self._tools, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        return cut_text(f"There is no tool {name[:100]!r}. The tools are: {', '.join(self._tools) or 'none'}.{hint}")
