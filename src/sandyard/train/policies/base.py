@@ -81,8 +81,11 @@ class Policy(ABC):
         """Sample one turn. Concurrent calls are batched; a call never waits for a batch to end."""
 
     @abstractmethod
-    def logprobs(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [B, T-1] of input_ids[:, 1:] at temperature 1, entropy [B, T-1]), with gradient."""
+    def logprobs(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [B, T-1] of input_ids[:, 1:] with gradient, entropy [B, T-1]), of the distribution at
+        `temperature`: the sampling temperature, so that they compare with a `Generation`'s log-probs."""
 
     @abstractmethod
     def parameters(self) -> Sequence[torch.nn.Parameter]:
