@@ -1,0 +1,157 @@
+/* The disk of one sandbox: a sparse image, cloned, attached and mounted. */
+#define _GNU_SOURCE
+#include "launch.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/loop.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#ifndef LOOP_CONFIGURE /* older headers; the kernel has it since 5.8 */
+struct loop_config {
+    __u32 fd;
+    __u32 block_size;
+    struct loop_info64 info;
+    __u64 reserved[8];
+};
+#define LOOP_CONFIGURE 0x4C0A
+#endif
+#ifndef LO_FLAGS_DIRECT_IO
+#define LO_FLAGS_DIRECT_IO 16
+#endif
+
+static void copy_range(int in, int out, off_t at, off_t end)
+{
+    static char buffer[1 << 16];
+    while (at < end) {
+        size_t want = end - at < (off_t)sizeof buffer ? (size_t)(end - at) : sizeof buffer;
+        ssize_t got = pread(in, buffer, want, at);
+        if (got <= 0)
+            fail("disk", "read the template image");
+        if (pwrite(out, buffer, (size_t)got, at) != got)
+            fail("disk", "write the image");
+        at += got;
+    }
+}
+
+/* A copy-on-write clone where the file system has them, else a copy of what is not a hole. */
+void clone_image(const char *from, const char *to)
+{
+    struct stat st;
+    int in = open(from, O_RDONLY | O_CLOEXEC);
+    if (in < 0 || fstat(in, &st) != 0)
+        fail("disk", from);
+    int out = open(to, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (out < 0)
+        fail("disk", to);
+    if (ioctl(out, FICLONE, in) != 0) {
+        if (ftruncate(out, st.st_size) != 0)
+            fail("disk", to);
+        for (off_t data = lseek(in, 0, SEEK_DATA); data >= 0;) {
+            off_t hole = lseek(in, data, SEEK_HOLE);
+            if (hole < 0)
+                fail("disk", from);
+            copy_range(in, out, data, hole);
+            data = lseek(in, hole, SEEK_DATA);
+        }
+        if (errno != ENXIO) /* what SEEK_DATA says after the last of it */
+            fail("disk", from);
+    }
+    close(in);
+    close(out);
+}
+
+static int open_device(int number)
+{
+    char path[32];
+    snprintf(path, sizeof path, "/dev/loop%d", number);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0 && errno == ENOENT && (mknod(path, S_IFBLK | 0600, makedev(7, number)) == 0 || errno == EEXIST))
+        fd = open(path, O_RDWR | O_CLOEXEC); /* no device manager made the node */
+    return fd;
+}
+
+/* Attach to a free device that goes when its last user does. Others race for the same: try on. */
+static int attach(const char *image, char *path, size_t size)
+{
+    struct loop_config config;
+    int control = open("/dev/loop-control", O_RDWR | O_CLOEXEC);
+    int backing = open(image, O_RDWR | O_CLOEXEC);
+    if (control < 0)
+        fail("disk", "/dev/loop-control");
+    if (backing < 0)
+        fail("disk", image);
+    memset(&config, 0, sizeof config);
+    config.fd = (__u32)backing;
+    config.info.lo_flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO;
+    for (int tries = 0; tries < 256; tries++) {
+        int number = ioctl(control, LOOP_CTL_GET_FREE);
+        if (number < 0)
+            fail("disk", "LOOP_CTL_GET_FREE");
+        int device = open_device(number);
+        if (device < 0)
+            continue;
+        if (ioctl(device, LOOP_CONFIGURE, &config) == 0) {
+            snprintf(path, size, "/dev/loop%d", number);
+            close(control);
+            close(backing);
+            return device;
+        }
+        if (errno == EINVAL && config.info.lo_flags & LO_FLAGS_DIRECT_IO)
+            config.info.lo_flags &= ~(__u32)LO_FLAGS_DIRECT_IO; /* a store without direct I/O */
+        else if (errno != EBUSY)
+            fail("disk", "LOOP_CONFIGURE");
+        close(device);
+    }
+    errno = EBUSY;
+    fail("disk", "no free loop device");
+}
+
+void mount_image(const char *image, const char *where)
+{
+    char path[32];
+    int device = attach(image, path, sizeof path);
+    if (mount(path, where, "ext4", MS_NODEV | MS_NOATIME, "noinit_itable,nobarrier,errors=continue") != 0)
+        fail("disk", "mount");
+    close(device);
+}
+
+/* On a disk no sandbox has had yet; an existing name, symlinks included, is refused. */
+void write_new(const char *path, const char *owner, const char *text)
+{
+    uid_t uid = (uid_t)strtoul(owner, NULL, 10);
+    size_t size = strlen(text);
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
+    if (fd < 0 || write(fd, text, size) != (ssize_t)size || fchmod(fd, 0644) != 0 || fchown(fd, uid, uid) != 0)
+        fail("disk", path);
+    close(fd);
+}
+
+/* `lower` is the escaped, colon-separated list of overlayfs. Volatile: what a sandbox syncs need
+ * not survive the host, and a flood of fsync must not reach the host's disk. */
+void mount_overlay(const char *lower, const char *upper, const char *work, const char *where)
+{
+    static char options[4096];
+    static const char *const extras[] = {",index=off,metacopy=off,volatile", ",index=off,metacopy=off", ""};
+    for (size_t i = 0; i < sizeof extras / sizeof *extras; i++) {
+        int n = snprintf(options, sizeof options, "lowerdir=%s,upperdir=%s,workdir=%s%s", lower, upper, work, extras[i]);
+        if (n >= (int)sizeof options) {
+            errno = E2BIG;
+            break;
+        }
+        if (mount("overlay", where, "overlay", MS_NODEV | MS_NOATIME, options) == 0)
+            return;
+        if (errno != EINVAL)
+            break;
+    }
+    fail("rootfs", "mount overlay");
+}

@@ -1,0 +1,140 @@
+"""The disk of a sandbox: what it may write above its template, with a hard limit where possible.
+
+`loop`: a sparse ext4 image per sandbox, cloned from an empty one made once per size. It is mounted
+by the launcher inside the sandbox's own mount namespace, so the kernel unmounts it. `none`: a plain
+directory of the state path, with no limit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sandyard.errors import CreateFailed
+
+DiskKind = Literal["loop", "none"]
+_FORMAT = 1  # change when the empty image's making changes
+_RESERVE_MB = 128  # what creation leaves free on the host
+# No journal: the disk dies with its sandbox. No resize inode, few superblock copies and packed
+# metadata keep an empty image near 150 KiB.
+_MKFS = [
+    "mkfs.ext4",
+    "-q",
+    "-F",
+    "-m",
+    "0",
+    "-i",
+    "8192",
+    "-O",
+    "^has_journal,^resize_inode,sparse_super2",
+    "-E",
+    "lazy_itable_init=1,nodiscard,packed_meta_blocks=1",
+]
+
+
+@dataclass(slots=True)
+class Disks:
+    """Disks below `store`; `blanks` holds the empty images."""
+
+    store: Path
+    blanks: Path
+    uid_base: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def prepare(self, kind: DiskKind, sandbox_id: str, size_mb: int) -> list[str]:
+        """Make what the launcher needs and return its arguments for the mounts below `MOUNT`.
+
+        Blocking. The launcher's upper directory is `upper`, its work directory `work`, see `paths`.
+        Raises `CreateFailed("disk")`.
+        """
+        home = self.store / sandbox_id
+        try:
+            self._check_room()
+            home.mkdir(mode=0o700, parents=True)
+            if kind == "none":
+                _skeleton(home, self.uid_base)
+                return []
+            return ["--clone", str(self.blank(size_mb)), str(home / "disk.img")]
+        except OSError as error:
+            raise CreateFailed("disk", str(error)) from error
+
+    def blank(self, size_mb: int) -> Path:
+        """The empty image for `size_mb`, made on first use. Blocking; `CreateFailed("disk")`."""
+        total = size_mb + size_mb // 24 + 4  # inodes and bitmaps are on top of what was promised
+        name = hashlib.sha256(f"{_FORMAT} {_MKFS} {total} {self.uid_base}".encode()).hexdigest()[:16]
+        path = self.blanks / f"{size_mb}-{name}.img"
+        if path.exists():
+            return path
+        with self._lock:
+            if not path.exists():
+                self._make_blank(path, total)
+        return path
+
+    def used(self, sandbox_id: str) -> int:
+        """Bytes of host disk the sandbox has allocated; 0 where it is gone."""
+        home = self.store / sandbox_id
+        try:
+            return (home / "disk.img").stat().st_blocks * 512
+        except FileNotFoundError:
+            return _tree_bytes(home / "upper")
+
+    def ids(self) -> set[str]:
+        return {entry.name for entry in os.scandir(self.store)} if self.store.is_dir() else set()
+
+    def remove(self, sandbox_id: str) -> None:
+        """Remove the files; no process of the sandbox is left. Idempotent."""
+        home = self.store / sandbox_id
+        if home.exists():
+            shutil.rmtree(home)
+
+    def _check_room(self) -> None:
+        self.store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stat = os.statvfs(self.store)
+        free = stat.f_bavail * stat.f_frsize >> 20
+        if free < _RESERVE_MB:
+            raise CreateFailed("disk", f"{free} MiB free at {self.store}", remedy="free disk space on the host")
+
+    def _make_blank(self, path: Path, total_mb: int) -> None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as scratch:
+            skeleton, image = Path(scratch, "skeleton"), Path(scratch, "image")
+            skeleton.mkdir()
+            _skeleton(skeleton, self.uid_base)
+            command = [*_MKFS, "-d", str(skeleton), str(image), f"{total_mb}m"]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            except FileNotFoundError as error:
+                raise CreateFailed("disk", "mkfs.ext4 not found", remedy="apt-get install e2fsprogs") from error
+            if done.returncode != 0:
+                raise CreateFailed("disk", f"mkfs.ext4: {done.stderr.strip()}")
+            image.rename(path)
+
+
+def _skeleton(home: Path, uid: int) -> None:
+    """`upper` with what every sandbox must have whatever its template lacks, and an empty `work`."""
+    for name, mode in (("upper", 0o755), ("upper/etc", 0o755), ("upper/tmp", 0o1777)):
+        where = home / name
+        where.mkdir()
+        where.chmod(mode)
+        os.chown(where, uid, uid)
+    (home / "work").mkdir()
+
+
+def _tree_bytes(root: Path) -> int:
+    """Allocated bytes below `root`, read through directory descriptors: no symlink is followed."""
+    total = 0
+    if root.is_dir():
+        for _, directories, files, fd in os.fwalk(root):
+            for name in (*directories, *files):
+                try:
+                    total += os.stat(name, dir_fd=fd, follow_symlinks=False).st_blocks * 512
+                except FileNotFoundError:
+                    continue  # the sandbox is at work
+    return total

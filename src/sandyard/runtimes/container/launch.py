@@ -1,0 +1,187 @@
+"""Start one container: the launcher, which becomes the engine."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.errors import CreateFailed, HostError, SandboxError
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.container.disk import DiskKind
+
+START_TIMEOUT = 30.0
+_LAUNCHER_FAILED = 125
+_STAGES = {"disk", "rootfs", "engine"}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An OCI engine that was found on this host."""
+
+    name: str
+    path: str
+    version: str
+
+
+def launcher_binary() -> Path:
+    """The host-side launcher that the package build compiles. Raises `HostError`."""
+    import sandyard.guest
+
+    path = Path(sandyard.guest.__file__).parent / "bin" / "sandyard-launch"
+    if not path.exists():
+        raise HostError(f"{path} is missing", remedy="build it: python hatch_build.py (make setup does)")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Everything one start needs. `mounts` has `disk` and `rootfs` below it, see `layout`."""
+
+    engine: Engine
+    engine_root: Path
+    unmount: Sequence[Path]
+    mounts: Path
+    home: Path  # the bundle, and where lock, log and pid go
+    disk_home: Path
+    disk: DiskKind
+    clone: Sequence[str]  # the launcher's arguments that make the disk's image
+    spec: SandboxSpec
+    uid_base: int
+
+    def command(self, descriptor: int) -> list[str]:
+        rootfs = self.mounts / "rootfs"
+        disk = self.disk_home if self.disk == "none" else self.mounts / "disk"
+        steps = ["--parent", str(os.getpid()), "--lock", str(self.home / "lock")]
+        for path in self.unmount:
+            steps += ["--unmount", str(path)]
+        steps += self.clone
+        if self.disk == "loop":
+            steps += ["--loop", str(self.disk_home / "disk.img"), str(disk)]
+        for name, text in _etc_files(self.spec.hostname).items():
+            steps += ["--write", str(disk / "upper" / "etc" / name), str(self.uid_base), text]
+        lower = ":".join(_escape(layer) for layer in self.spec.rootfs.layers)
+        steps += ["--overlay", lower, str(disk / "upper"), str(disk / "work"), str(rootfs), "--fd", str(descriptor)]
+        return [str(launcher_binary()), *steps, "--", *self._engine_command()]
+
+    def _engine_command(self) -> list[str]:
+        log = ["--log", str(self.home / "engine.log"), "--log-format", "json"]
+        run = ["run", "--detach", "--preserve-fds", "1", "--pid-file", str(self.home / "pid")]
+        return [
+            *(self.engine.path, "--root", str(self.engine_root)),
+            *(*log, *run, "--bundle", str(self.home), self.spec.sandbox_id),
+        ]
+
+
+def start(plan: Start, address: Path) -> None:
+    """Listen at `address` and start the container that answers there. Blocking.
+
+    Raises `CreateFailed` naming the stage: agent (the socket), disk, rootfs or engine.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(str(address))
+            listener.listen(16)
+        except OSError as error:
+            raise CreateFailed("agent", f"{address}: {error}") from error
+        _run(plan, plan.command(listener.fileno()), listener.fileno())
+
+
+def _run(plan: Start, command: list[str], descriptor: int) -> None:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        pass_fds=[descriptor],
+        start_new_session=True,  # the terminal's Ctrl-C is for the server, which then cleans up
+        cwd="/",
+    )
+    try:
+        _, errors = process.communicate(timeout=START_TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise CreateFailed("engine", f"{plan.engine.name} did not return in {START_TIMEOUT:.0f} s") from error
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    if process.returncode == 0:
+        return
+    message = errors.decode(errors="replace").strip()
+    if process.returncode == _LAUNCHER_FAILED and message:
+        stage, _, detail = message.partition(": ")
+        raise CreateFailed(stage if stage in _STAGES else "engine", detail)
+    raise CreateFailed("engine", f"{plan.engine.name}: {_last_error(plan.home / 'engine.log', process.returncode)}")
+
+
+def stop_launcher(home: Path, deadline: float) -> None:
+    """Kill whoever still makes the sandbox of `home`, and wait until it is gone. Blocking.
+
+    A launcher (then engine) holds the lock for as long as it lives. Raises `SandboxError`.
+    """
+    try:
+        lock = open(home / "lock", "r+")  # noqa: SIM115 — closed by the with below
+    except FileNotFoundError:
+        return
+    with lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                _kill_holder(lock.read())
+                lock.seek(0)
+            if time.monotonic() > deadline:
+                raise SandboxError(f"the engine that makes {home.name} does not die")
+            time.sleep(0.002)
+
+
+def is_making(home: Path) -> bool:
+    """Whether a launcher or engine is at work on the sandbox of `home`."""
+    try:
+        with open(home / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _kill_holder(text: str) -> None:
+    """The lock is held right now, so the pid in it is its holder's and not recycled."""
+    try:
+        os.kill(int(text), signal.SIGKILL)
+    except (ValueError, ProcessLookupError):
+        pass  # not yet written, or gone: the next round sees
+
+
+def _last_error(log: Path, code: int) -> str:
+    try:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    except FileNotFoundError:
+        lines = []
+    if not lines:
+        return f"ended with {code} and said nothing"
+    try:
+        return str(json.loads(lines[-1])["msg"]).strip()
+    except (ValueError, KeyError, TypeError):
+        return lines[-1].strip()
+
+
+def _etc_files(hostname: str) -> dict[str, str]:
+    """Files every sandbox needs for itself: sudo asks hosts, resolvers stop at once without a server."""
+    hosts = f"127.0.0.1\tlocalhost {hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
+    return {"hosts": hosts, "hostname": f"{hostname}\n", "resolv.conf": "# no network\n"}
+
+
+def _escape(layer: Path) -> str:
+    """As overlayfs reads its lowerdir list."""
+    return str(layer).replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")

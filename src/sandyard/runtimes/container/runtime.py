@@ -1,0 +1,271 @@
+"""The container runtime: sandboxes that share the host's kernel, over an OCI engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from sandyard.config import Settings
+from sandyard.errors import AgentLinkError, CreateFailed, HostError, SandboxError, SandyardError
+from sandyard.guest import agent_binary
+from sandyard.guest.base import Agent
+from sandyard.guest.client import open_agent
+from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
+from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
+from sandyard.runtimes.container.choice import Choice, Chooser
+from sandyard.runtimes.container.disk import Disks
+from sandyard.runtimes.container.instance import ContainerInstance
+from sandyard.runtimes.container.launch import Start, is_making, start, stop_launcher
+from sandyard.runtimes.container.layout import (
+    Layout,
+    engine_pid,
+    install_agent,
+    load_record,
+    remove_tree,
+    save_record,
+    write_json,
+)
+from sandyard.runtimes.container.oci import configuration
+
+AGENT_TIMEOUT = 10.0
+DESTROY_TIMEOUT = 10.0
+_ID = re.compile(r"[a-z0-9]{1,40}")
+_Result = TypeVar("_Result")
+
+
+class ContainerRuntime(Runtime):
+    """One per process and run directory. Needs root.
+
+    `capabilities` are final once `probe` or the first `create` has returned: whether the disk limit
+    is hard is found out by trial.
+    """
+
+    name = "container"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.layout = Layout(settings.paths.run.absolute(), settings.paths.state.absolute())
+        self.capabilities = Capabilities(hard_disk_limit=settings.container.disk != "none")
+        self.disks = Disks(self.layout.disks, self.layout.blanks, settings.container.uid_base)
+        self._starting = settings.sandbox.start_concurrency or os.cpu_count() or 1
+        self._slots = asyncio.Semaphore(self._starting)
+        self._threads = ThreadPoolExecutor(self._starting + 2, thread_name_prefix="sandyard-container")
+        self._instances: dict[str, ContainerInstance] = {}
+        self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._ready = asyncio.Lock()
+        self._choice: Choice | None = None
+        self._cgroups: Cgroups | None = None
+
+    @property
+    def cgroups(self) -> Cgroups:
+        if self._cgroups is None:
+            self._cgroups = detect_cgroups(self.layout.cgroup_parent)
+        return self._cgroups
+
+    async def probe(self) -> Probe:
+        try:
+            choice = await self.choose()
+            await Chooser(self).try_out(choice)
+        except SandyardError as error:
+            return Probe(False, error.message, error.remedy)
+        limit = "hard limit" if choice.disk == "loop" else "no limit"
+        detail = f"{choice.engine.name} {choice.engine.version}, cgroup v{self.cgroups.version}, disk: {limit}"
+        return Probe(True, detail)
+
+    async def choose(self) -> Choice:
+        """The engine and the kind of disk, chosen once by starting a sandbox. Raises `HostError`."""
+        async with self._ready:
+            if self._choice is None:
+                if os.geteuid() != 0:
+                    raise HostError("the container runtime needs root", remedy="run as root (sudo sandyard …)")
+                self.layout.prepare()
+                await self.in_thread(self.cgroups.prepare)
+                self._choice = await Chooser(self).choose()
+                self.capabilities = Capabilities(hard_disk_limit=self._choice.disk == "loop")
+            return self._choice
+
+    async def create(self, spec: SandboxSpec) -> Instance:
+        try:
+            return await self.create_with(await self.choose(), spec)
+        except HostError as error:
+            raise CreateFailed("host", error.message, remedy=error.remedy) from error
+
+    async def create_with(self, choice: Choice, spec: SandboxSpec) -> ContainerInstance:
+        """`create`, with a given engine and disk."""
+        sandbox_id = spec.sandbox_id
+        if not _ID.fullmatch(sandbox_id):
+            raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
+        for layer in spec.rootfs.layers:
+            if not layer.is_dir():
+                raise CreateFailed("rootfs", f"layer {layer} is not a directory")
+        async with self._slots, self._lock(sandbox_id):
+            if sandbox_id in self._instances or self.layout.home(sandbox_id).exists():
+                raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
+            try:
+                await self.in_thread(self._start, choice, spec)
+                instance = await self._connect(spec)
+            except BaseException:
+                await finish(self._remove(sandbox_id))
+                raise
+            self._instances[sandbox_id] = instance
+            return instance
+
+    async def list(self) -> Sequence[str]:
+        return await self.in_thread(lambda: sorted(self._ids()))
+
+    async def adopt(self, sandbox_id: str) -> Instance | None:
+        """Also gives a sandbox of this process a new link, in place of one that broke."""
+        async with self._lock(sandbox_id):
+            known = self._instances.get(sandbox_id)
+            spec = known.spec if known else load_record(self.layout.home(sandbox_id))
+            if spec is None or is_making(self.layout.home(sandbox_id)):
+                return None
+            try:
+                if known:
+                    await known.replace_agent(await self._link(sandbox_id))
+                    return known
+                instance = await self._connect(spec)
+            except SandboxError:
+                return None  # it does not live, or its agent does not answer: for `destroy`
+            self._instances[sandbox_id] = instance
+            return instance
+
+    async def destroy(self, sandbox_id: str) -> None:
+        if not _ID.fullmatch(sandbox_id):
+            return  # nothing of ours has such a name
+        async with self._lock(sandbox_id):
+            await finish(self._remove(sandbox_id))
+
+    async def close(self) -> None:
+        for instance in self._instances.values():
+            await instance.release()
+        self._instances.clear()
+        self._threads.shutdown(wait=False)
+
+    async def in_thread(self, call: Callable[..., _Result], *arguments: object) -> _Result:
+        """Run a blocking call to its end, also when cancelled: it holds things that are released after it."""
+        work = asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+        return await finish(work)
+
+    def _lock(self, sandbox_id: str) -> asyncio.Lock:
+        return self._busy.setdefault(sandbox_id, asyncio.Lock())
+
+    def _ids(self) -> set[str]:
+        found = self.disks.ids() | self.cgroups.ids()
+        for parent in (self.layout.sandboxes, self.layout.engine):
+            if parent.is_dir():
+                found.update(entry.name for entry in os.scandir(parent))
+        return {name for name in found if _ID.fullmatch(name)}
+
+    def _start(self, choice: Choice, spec: SandboxSpec) -> None:
+        home = self.layout.home(spec.sandbox_id)
+        uid_base = self.settings.container.uid_base
+        home.mkdir(mode=0o700)
+        save_record(home, spec)
+        clone = self.disks.prepare(choice.disk, spec.sandbox_id, spec.resources.disk_mb)
+        mounts = self.layout.mounts()
+        config = configuration(
+            spec,
+            rootfs=mounts / "rootfs",
+            agent=install_agent(agent_binary(), mounts),
+            cgroup=self.cgroups.engine_path(spec.sandbox_id),
+            uid_base=uid_base,
+            swap_limit=self.cgroups.swap_limit,
+        )
+        write_json(home / "config.json", config)
+        plan = Start(
+            engine=choice.engine,
+            engine_root=self.layout.engine,
+            unmount=self.cgroups.unmount,
+            mounts=mounts,
+            home=home,
+            disk_home=self.layout.disks / spec.sandbox_id,
+            disk=choice.disk,
+            clone=clone,
+            spec=spec,
+            uid_base=uid_base,
+        )
+        start(plan, self.layout.socket(spec.sandbox_id))
+
+    async def _link(self, sandbox_id: str) -> Agent:
+        return await open_agent(self.layout.socket(sandbox_id), AGENT_TIMEOUT)
+
+    async def _connect(self, spec: SandboxSpec) -> ContainerInstance:
+        """Hold PID 1, then ask its agent. Raises `CreateFailed` where either is not there."""
+        instance = self._hold(spec)
+        try:
+            link = asyncio.ensure_future(self._link(spec.sandbox_id))
+            death = asyncio.ensure_future(instance.wait_dead())
+            try:
+                await asyncio.wait((link, death), return_when=asyncio.FIRST_COMPLETED)
+                if not link.done():
+                    raise CreateFailed("agent", f"{death.result().reason}: {death.result().detail}")
+                await instance.replace_agent(link.result())
+            except AgentLinkError as error:
+                raise CreateFailed("agent", error.message) from error
+            finally:
+                link.cancel()
+                death.cancel()
+        except BaseException:
+            await instance.release()
+            raise
+        return instance
+
+    def _hold(self, spec: SandboxSpec) -> ContainerInstance:
+        pid = engine_pid(self.layout.home(spec.sandbox_id))
+        if pid is None:
+            raise CreateFailed("engine", f"no process of sandbox {spec.sandbox_id}")
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise CreateFailed("agent", f"PID 1 is gone: {error}") from error
+        # Only now, with the process held: its number cannot be reused under this check.
+        if not self.cgroups.holds(spec.sandbox_id, pid):
+            os.close(pidfd)
+            raise CreateFailed("agent", f"process {pid} is not of sandbox {spec.sandbox_id}")
+        return ContainerInstance(spec, pid, pidfd, cgroups=self.cgroups, disks=self.disks)
+
+    async def _remove(self, sandbox_id: str) -> None:
+        deadline = time.monotonic() + DESTROY_TIMEOUT
+        instance = self._instances.get(sandbox_id)
+        if instance is not None:
+            instance.kill()
+            with suppress(TimeoutError):  # `_purge` kills harder, and says what stays
+                await asyncio.wait_for(instance.wait_dead(), DESTROY_TIMEOUT / 2)
+            await instance.release()
+        await self.in_thread(self._purge, sandbox_id, deadline)
+        self._instances.pop(sandbox_id, None)
+
+    def _purge(self, sandbox_id: str, deadline: float) -> None:
+        """Remove what is on the host, whatever step it stopped at. Blocking; the record goes last."""
+        home = self.layout.home(sandbox_id)
+        stop_launcher(home, deadline)
+        self.cgroups.kill(sandbox_id, deadline)
+        self.cgroups.remove(sandbox_id, deadline)
+        try:
+            remove_tree(self.layout.engine / sandbox_id)
+            self.disks.remove(sandbox_id)
+            remove_tree(home)
+        except OSError as error:
+            raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
+
+
+async def finish(work: Awaitable[_Result]) -> _Result:
+    """Await `work` to its end even when cancelled; the cancellation is raised after it."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait((task,))
+        if not task.cancelled():
+            task.exception()  # seen; the caller is leaving and gets the cancellation
+        raise
