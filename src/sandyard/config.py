@@ -37,6 +37,8 @@ class ServerSettings(_Section):
     allow_public: bool = False  # a public address without TLS is refused unless this is set
     database: str | None = None  # SQLAlchemy URL; default: SQLite under paths.state
     drain_seconds: float = Field(10.0, ge=0)
+    keep_sandboxes: bool = False  # a graceful stop leaves sandboxes running, to be adopted by the next start
+    domain: str | None = None  # serve `{port}-{id}.{domain}` by Host header
 
 
 class SandboxSettings(_Section):
@@ -48,6 +50,7 @@ class SandboxSettings(_Section):
     timeout: float = Field(300.0, gt=0)  # default lifetime, seconds
     max_timeout: float = Field(86400.0, gt=0)
     max_count: int = Field(0, ge=0)  # 0: from the host's memory
+    memory_overcommit: float = Field(8.0, ge=1)  # sum of memory limits over the host's memory
     start_concurrency: int = Field(0, ge=0)  # 0: number of cores
 
 

@@ -1,0 +1,84 @@
+"""Who may have a sandbox now: a count, or the host's memory with honest overcommit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from sandyard.config import Settings
+from sandyard.errors import CapacityError
+from sandyard.runtimes.base import Resources
+
+HOST_SHARE_MB = 1024  # what the host itself, this server and the trainer beside it need
+_MEMINFO = Path("/proc/meminfo")
+
+
+def host_memory() -> tuple[int, int]:
+    """(total, available) memory of this host in MiB."""
+    fields: dict[str, int] = {}
+    for line in _MEMINFO.read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            fields[name] = int(rest.split()[0]) // 1024
+    return fields["MemTotal"], fields["MemAvailable"]
+
+
+class Admission:
+    """Counts places. A place is taken before anything is made, and given back after it is gone.
+
+    With `sandbox.max_count` set that many sandboxes fit. Else the sum of their memory limits may
+    reach `sandbox.memory_overcommit` times the host's memory less 1 GiB: a limit is what a sandbox
+    may use, not what it uses. Either way none is admitted while the host is short of memory.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._max_count = settings.sandbox.max_count
+        total, _ = host_memory()
+        self._budget_mb = int(max(total - HOST_SHARE_MB, total // 2) * settings.sandbox.memory_overcommit)
+        self._default_mb = settings.sandbox.memory_mb
+        self._floor_mb = min(256, total // 16)
+        self.count = 0
+        self.memory_mb = 0
+        self._available = (0.0, 0)
+
+    @property
+    def max_count(self) -> int:
+        """How many sandboxes of the default size fit on an idle host."""
+        return self._max_count or max(self._budget_mb // self._default_mb, 1)
+
+    def shortage(self, resources: Resources) -> str | None:
+        """Why a sandbox of this size cannot be placed now; None if it can."""
+        if self._max_count:
+            if self.count >= self._max_count:
+                return f"all {self._max_count} places are taken (sandbox.max_count)"
+        elif self.memory_mb + resources.memory_mb > self._budget_mb:
+            return (
+                f"memory limits of {self.count} sandboxes sum up to {self.memory_mb} MiB and {resources.memory_mb} MiB "
+                f"more would pass {self._budget_mb} MiB (host memory x sandbox.memory_overcommit)"
+            )
+        available = self._host_available()
+        if available < self._floor_mb:
+            return f"the host has only {available} MiB of memory left"
+        return None
+
+    def take(self, resources: Resources, retry_after: float = 1.0) -> None:
+        """Take a place. Raises `CapacityError` saying why there is none."""
+        why = self.shortage(resources)
+        if why is not None:
+            raise CapacityError(f"no room for another sandbox: {why}", retry_after=retry_after)
+        self.hold(resources)
+
+    def hold(self, resources: Resources) -> None:
+        """Take a place without asking: for what already lives."""
+        self.count += 1
+        self.memory_mb += resources.memory_mb
+
+    def release(self, resources: Resources) -> None:
+        self.count -= 1
+        self.memory_mb -= resources.memory_mb
+
+    def _host_available(self) -> int:
+        now = time.monotonic()
+        if now - self._available[0] > 0.25:
+            self._available = (now, host_memory()[1])
+        return self._available[1]

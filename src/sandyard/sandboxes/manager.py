@@ -1,0 +1,308 @@
+"""The lifecycle of sandboxes: made, kept, expired, reaped, swept, adopted after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import structlog
+
+from sandyard.config import Settings
+from sandyard.errors import BadRequest, DeathReason, NotFound, SandboxDied, SandboxError, SandyardError
+from sandyard.runtimes.base import Instance, Resources, Runtime, SandboxSpec
+from sandyard.sandboxes.admission import Admission
+from sandyard.sandboxes.graveyard import Graveyard
+from sandyard.sandboxes.leases import Lease, Leases
+from sandyard.sandboxes.model import CreateRequest, Defaults, Sandbox, State, new_id
+from sandyard.sandboxes.pool import WarmPool
+from sandyard.sandboxes.recovery import recover
+from sandyard.sandboxes.stragglers import Stragglers
+from sandyard.sandboxes.templates import Templates, TemplateView
+from sandyard.sandboxes.timers import Timers
+from sandyard.store import DeathRecord, Store
+
+log = structlog.get_logger("sandyard.sandboxes")
+
+KILLS_AT_ONCE = 16
+DESTROY_SECONDS = 20.0
+
+
+class SandboxManager:
+    """Owns every sandbox of one server. Used from one event loop, between `start` and `stop`."""
+
+    def __init__(self, settings: Settings, runtime: Runtime, templates: Templates, store: Store) -> None:
+        self.settings = settings
+        self.runtime = runtime
+        self.templates = templates
+        self.store = store
+        self.admission = Admission(settings)
+        self.timers = Timers()
+        self.graveyard = Graveyard(store)
+        self.leases = Leases(store, self.timers, self._lease_expired)
+        cores = settings.sandbox.start_concurrency or os.cpu_count() or 1
+        self.pool = WarmPool(
+            runtime, self.admission, settings.pool, concurrency=cores, foreground=lambda: self._creating > 0
+        )
+        self.on_create: list[Callable[[str, float], None]] = []  # ("warm" | "cold", seconds)
+        self.on_death: list[Callable[[Sandbox, SandboxDied], None]] = []
+        self._stragglers = Stragglers(runtime)
+        self._starts = asyncio.Semaphore(cores)
+        self._kills_at_once = asyncio.Semaphore(KILLS_AT_ONCE)
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._kills: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._creating = 0
+
+    async def start(self) -> None:
+        """Adopt what still lives, destroy everything else, then begin to warm the pool."""
+        await self.graveyard.load(time.time())
+        await self.leases.load()
+        for sandbox in await recover(self):
+            self.admission.hold(sandbox.resources)
+            self._keep(sandbox)
+        self._stragglers.start()
+        self.pool.start()
+        base = next((t for t in self.templates.all() if t.name == "base"), None)
+        if base is not None:
+            self.pool.warm_up(self.pool.shelf(base.template_id, base.rootfs, self.resources()))
+
+    async def stop(self, *, keep: bool = False) -> None:
+        """Stop the pool and every timer; destroy the sandboxes unless they are to be kept."""
+        self.timers.clear()
+        await self.pool.stop()
+        if not keep:
+            await self._kill_all(list(self._sandboxes), DeathReason.HOST, "the server was stopped")
+        for task in [*self._watches.values(), *self._background]:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self._stragglers.stop()
+
+    def resources(self) -> Resources:
+        sizes = self.settings.sandbox
+        return Resources(cpu=sizes.cpu, memory_mb=sizes.memory_mb, disk_mb=sizes.disk_mb, pids=sizes.pids)
+
+    async def create(self, request: CreateRequest) -> Sandbox:
+        """Make a sandbox, warm if one waits. It is recorded before this returns.
+
+        Raises `NotFound` (template), `BadRequest` (lease), `CapacityError`, `CreateFailed`, `HostError`."""
+        started = time.monotonic()
+        template = self.templates.get(request.template)
+        if request.lease_id is not None:
+            self._check_lease(request)
+        resources = self.resources()
+        shelf = self.pool.shelf(template.template_id, template.rootfs, resources)
+        instance = self.pool.take(shelf)
+        kind = "cold" if instance is None else "warm"
+        if instance is None:
+            await self._place(resources)
+            instance = await self._make(template, resources)
+        sandbox = self._new(request, template, resources, instance)
+        try:
+            await self.store.add_sandbox(sandbox.record(self.runtime.name))
+            if request.lease_id is not None:
+                self._check_lease(request)  # it may have expired meanwhile
+        except BaseException:
+            await asyncio.shield(self._undo(sandbox))
+            raise
+        self._keep(sandbox)
+        for listener in self.on_create:
+            listener(kind, time.monotonic() - started)
+        return sandbox
+
+    def find(self, sandbox_id: str) -> Sandbox:
+        """A running sandbox, whoever owns it. Raises `SandboxDied` or `NotFound`."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is not None and sandbox.state is State.RUNNING:
+            return sandbox
+        death = sandbox.death if sandbox is not None else self.graveyard.get(sandbox_id)
+        raise death or NotFound(f"sandbox '{sandbox_id}' not found")
+
+    def get(self, tenant: str, sandbox_id: str) -> Sandbox:
+        """A running sandbox of this tenant. Raises `SandboxDied` or `NotFound`."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is not None and sandbox.tenant == tenant:
+            return self.find(sandbox_id)
+        raise self.graveyard.get(sandbox_id, tenant) or NotFound(f"sandbox '{sandbox_id}' not found")
+
+    def all(self, tenant: str | None = None) -> Sequence[Sandbox]:
+        """Running sandboxes, in no order; every tenant's where none is given."""
+        return [
+            s for s in self._sandboxes.values() if s.state is State.RUNNING and (tenant is None or s.tenant == tenant)
+        ]
+
+    async def kill(self, sandbox_id: str, reason: DeathReason, detail: str = "") -> None:
+        """Destroy a sandbox, or wait for whoever already does. Unknown ids are no error.
+
+        Raises what `Runtime.destroy` raises; the rest is retried in the background then."""
+        task = self._kills.get(sandbox_id)
+        if task is None:
+            sandbox = self._sandboxes.get(sandbox_id)
+            if sandbox is None:
+                return
+            # Set before the first await: from here on the data plane answers that it is dead.
+            sandbox.state = State.KILLING
+            sandbox.death = SandboxDied(sandbox_id, reason, detail)
+            task = self._kills[sandbox_id] = asyncio.create_task(self._kill(sandbox, sandbox.death))
+            task.add_done_callback(lambda _: self._kills.pop(sandbox_id, None))
+        await asyncio.shield(task)
+
+    async def sweep(self, tenant: str, labels: Mapping[str, str]) -> Sequence[str]:
+        """Kill every sandbox of this tenant that carries all of these labels; their ids."""
+        doomed = [s.id for s in self.all(tenant) if labels.items() <= dict(s.metadata).items()]
+        await self._kill_all(doomed, DeathReason.KILLED, "swept by label")
+        return doomed
+
+    async def drop_lease(self, lease: Lease) -> None:
+        await self.leases.drop(lease, lambda ended: self._sweep_lease(ended, DeathReason.KILLED, "its lease was ended"))
+
+    async def set_timeout(self, sandbox: Sandbox, seconds: float, *, only_extend: bool = False) -> None:
+        """Let the sandbox live `seconds` from now; 0 or less: kill it now. The new end is recorded
+        before this returns."""
+        if seconds <= 0 and not only_extend:
+            await self.kill(sandbox.id, DeathReason.TIMEOUT, "its timeout was set to now")
+            return
+        end_at = time.time() + min(seconds, self.settings.sandbox.max_timeout)
+        if only_extend and end_at <= sandbox.end_at:
+            return
+        sandbox.end_at = end_at
+        self._arm(sandbox)
+        await self.store.set_end(sandbox.id, end_at)
+
+    def straggle(self, sandbox_id: str) -> None:
+        """Keep trying to destroy what no place was taken for."""
+        self._stragglers.add(sandbox_id, lambda: None)
+
+    def retry_after(self) -> float:
+        """Seconds until a place may come free: the next expiry, between 1 and 30."""
+        ends = min((s.end_at for s in self._sandboxes.values()), default=0.0)
+        return min(max(ends - time.time(), 1.0), 30.0)
+
+    async def _place(self, resources: Resources) -> None:
+        while self.admission.shortage(resources) is not None and await self.pool.evict():
+            pass
+        self.admission.take(resources, self.retry_after())
+
+    async def _make(self, template: TemplateView, resources: Resources) -> Instance:
+        sandbox_id = new_id()
+        self._creating += 1
+        try:
+            async with self._starts:
+                return await self.runtime.create(SandboxSpec(sandbox_id, template.rootfs, resources, sandbox_id))
+        except BaseException:
+            self.admission.release(resources)
+            raise
+        finally:
+            self._creating -= 1
+
+    def _new(self, request: CreateRequest, template: TemplateView, resources: Resources, instance: Instance) -> Sandbox:
+        now = time.time()
+        return Sandbox(
+            id=instance.spec.sandbox_id,
+            tenant=request.tenant,
+            template=template.name,
+            template_id=template.template_id,
+            resources=resources,
+            instance=instance,
+            started_at=now,
+            end_at=now + min(request.timeout, self.settings.sandbox.max_timeout),
+            metadata=dict(request.metadata),
+            envs=dict(request.envs),
+            defaults=Defaults.of(template.rootfs),
+            secured=request.secured,
+            lease_id=request.lease_id,
+            idle_timeout=request.idle_timeout,
+        )
+
+    async def _undo(self, sandbox: Sandbox) -> None:
+        self._sandboxes[sandbox.id] = sandbox
+        await self.kill(sandbox.id, DeathReason.HOST, "creation was not completed")
+
+    def _check_lease(self, request: CreateRequest) -> None:
+        try:
+            self.leases.get(request.tenant, request.lease_id or "")
+        except NotFound as error:
+            raise BadRequest(str(error), field="metadata.sandyard.lease") from error
+
+    def _keep(self, sandbox: Sandbox) -> None:
+        self._sandboxes[sandbox.id] = sandbox
+        self._watches[sandbox.id] = asyncio.create_task(self._watch(sandbox))
+        self._arm(sandbox)
+        if sandbox.idle_timeout is not None:
+            self._arm_idle(sandbox, sandbox.idle_timeout)
+
+    def _arm(self, sandbox: Sandbox) -> None:
+        delay = sandbox.end_at - time.time()
+        self.timers.set(f"end:{sandbox.id}", delay, lambda: self._expire(sandbox, "its lifetime ended"))
+
+    def _arm_idle(self, sandbox: Sandbox, idle_timeout: float) -> None:
+        def check() -> None:
+            left = sandbox.last_used + idle_timeout - time.monotonic()
+            if sandbox.streams or left > 0:
+                self._arm_idle(sandbox, idle_timeout)
+            else:
+                self._expire(sandbox, f"idle for {idle_timeout:g} s")
+
+        left = idle_timeout if sandbox.streams else sandbox.last_used + idle_timeout - time.monotonic()
+        self.timers.set(f"idle:{sandbox.id}", left, check)
+
+    def _expire(self, sandbox: Sandbox, detail: str) -> None:
+        self._later(self.kill(sandbox.id, DeathReason.TIMEOUT, detail))
+
+    def _lease_expired(self, lease: Lease) -> None:
+        log.warning("lease expired", lease=lease.id, labels=dict(lease.labels))
+        self._later(
+            self.leases.drop(lease, lambda ended: self._sweep_lease(ended, DeathReason.LEASE, "its lease expired"))
+        )
+
+    async def _sweep_lease(self, lease: Lease, reason: DeathReason, detail: str) -> None:
+        await self._kill_all([s.id for s in self.all() if s.lease_id == lease.id], reason, detail)
+
+    async def _kill_all(self, ids: Sequence[str], reason: DeathReason, detail: str) -> None:
+        await asyncio.gather(*(self._kill_quietly(i, reason, detail) for i in ids))
+
+    async def _kill_quietly(self, sandbox_id: str, reason: DeathReason, detail: str) -> None:
+        # What could not be destroyed is logged by _kill and left to the stragglers.
+        with contextlib.suppress(SandyardError):
+            await self.kill(sandbox_id, reason, detail)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", error=str(error))
+
+    async def _watch(self, sandbox: Sandbox) -> None:
+        death = await sandbox.instance.wait_dead()
+        self._later(self.kill(sandbox.id, death.reason, death.detail))
+
+    async def _kill(self, sandbox: Sandbox, death: SandboxDied) -> None:
+        self.timers.cancel(f"end:{sandbox.id}")
+        self.timers.cancel(f"idle:{sandbox.id}")
+        for listener in self.on_death:
+            listener(sandbox, death)
+        try:
+            async with self._kills_at_once:
+                await asyncio.wait_for(self.runtime.destroy(sandbox.id), DESTROY_SECONDS)
+        except (SandyardError, TimeoutError) as error:
+            log.error("sandbox could not be destroyed", sandbox=sandbox.id, error=str(error) or "timed out")
+            self._stragglers.add(sandbox.id, lambda: self.admission.release(sandbox.resources))
+            raise SandboxError(f"sandbox {sandbox.id} could not be destroyed: {error or 'timed out'}") from error
+        else:
+            self.admission.release(sandbox.resources)
+        finally:
+            sandbox.state = State.DEAD
+            watch = self._watches.pop(sandbox.id, None)
+            if watch is not None:
+                watch.cancel()
+            self._sandboxes.pop(sandbox.id, None)
+            await self.graveyard.bury(DeathRecord(sandbox.id, sandbox.tenant, death.reason, death.detail, time.time()))

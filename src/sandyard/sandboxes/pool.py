@@ -1,0 +1,227 @@
+"""Warm sandboxes, made ahead, so that a burst of creates finds them waiting.
+
+Per template and size there is a shelf. Its aim follows the bursts it has seen, between `pool.low`
+and `pool.high`; a reservation raises the aim for a burst that is announced. Shelves are filled in
+the background, one sandbox at a time (a reservation: as many as may start at once), never while a
+foreground create runs, and only from places that nobody else wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from sandyard.config import PoolSettings
+from sandyard.errors import SandyardError
+from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, SandboxSpec
+from sandyard.sandboxes.admission import Admission
+from sandyard.sandboxes.model import new_id
+
+log = structlog.get_logger("sandyard.pool")
+
+BURST_GAP = 2.0  # creates closer than this belong to one burst
+QUIET = 0.25  # refilling waits until creates have been quiet for so long
+AIM_HALF_LIFE = 300.0  # without a new burst of that size, the aim halves
+RESERVATION_LASTS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfKey:
+    template_id: str
+    resources: Resources
+
+
+@dataclass(slots=True)
+class Shelf:
+    key: ShelfKey
+    rootfs: Rootfs
+    ready: deque[Instance] = field(default_factory=deque)
+    starting: int = 0
+    reserved: int = 0
+    reserved_until: float = 0.0
+    burst: int = 0
+    peak: int = 0
+    peak_at: float = 0.0
+    last_take: float = -1e9
+    failures: int = 0
+    retry_at: float = 0.0
+
+    def taken(self, now: float) -> None:
+        self.burst = self.burst + 1 if now - self.last_take < BURST_GAP else 1
+        self.last_take = now
+        self.reserved = max(self.reserved - 1, 0)
+        if self.burst >= self.peak:
+            self.peak, self.peak_at = self.burst, now
+
+    def aim(self, settings: PoolSettings, now: float) -> int:
+        if self.peak > settings.low and now - self.peak_at > AIM_HALF_LIFE:
+            self.peak, self.peak_at = self.peak // 2, now
+        if now > self.reserved_until:
+            self.reserved = 0
+        return max(min(max(self.peak, settings.low), settings.high), self.reserved)
+
+
+class WarmPool:
+    """`foreground` tells whether a caller waits for a create right now. The pool owns its sandboxes
+    until `take` hands one over; a place in `admission` goes with it."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        admission: Admission,
+        settings: PoolSettings,
+        *,
+        concurrency: int,
+        foreground: Callable[[], bool],
+    ) -> None:
+        self._runtime = runtime
+        self._admission = admission
+        self._settings = settings
+        self._concurrency = concurrency
+        self._foreground = foreground
+        self._shelves: dict[ShelfKey, Shelf] = {}
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeper: asyncio.Task[None] | None = None
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def ready(self) -> int:
+        return sum(len(shelf.ready) for shelf in self._shelves.values())
+
+    def start(self) -> None:
+        self._keeper = asyncio.create_task(self._keep(), name="warm-pool")
+
+    async def stop(self) -> None:
+        """Stop filling and destroy every warm sandbox."""
+        keeper, self._keeper = self._keeper, None
+        for task in [keeper, *self._tasks]:
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        while await self.evict():
+            pass
+
+    def shelf(self, template_id: str, rootfs: Rootfs, resources: Resources) -> Shelf:
+        key = ShelfKey(template_id, resources)
+        found = self._shelves.get(key)
+        if found is None:
+            found = self._shelves[key] = Shelf(key, rootfs)
+        return found
+
+    def take(self, shelf: Shelf) -> Instance | None:
+        """A warm sandbox with its place, or None. Either way the shelf learns that one was wanted."""
+        shelf.taken(time.monotonic())
+        self._wake.set()
+        if not shelf.ready:
+            return None
+        instance = shelf.ready.popleft()
+        self._unwatch(instance)
+        return instance
+
+    def reserve(self, shelf: Shelf, count: int) -> None:
+        """Expect `count` creates soon. Lapses when they came, or after five minutes."""
+        shelf.reserved = max(shelf.reserved, min(count, self._admission.max_count))
+        shelf.reserved_until = time.monotonic() + RESERVATION_LASTS
+        self._wake.set()
+
+    def warm_up(self, shelf: Shelf) -> None:
+        """Bring the shelf to `pool.low` before anybody asks."""
+        self._wake.set()
+
+    async def evict(self) -> bool:
+        """Destroy one warm sandbox and give its place back; False if there is none."""
+        shelf = max(self._shelves.values(), key=lambda s: len(s.ready), default=None)
+        if shelf is None or not shelf.ready:
+            return False
+        instance = shelf.ready.pop()
+        self._unwatch(instance)
+        await self._discard(shelf, instance)
+        return True
+
+    async def _keep(self) -> None:
+        while True:
+            delay = self._fill()
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), delay)
+
+    def _fill(self) -> float:
+        """Start what may be started now; the seconds after which to look again."""
+        now = time.monotonic()
+        delay = 30.0
+        for shelf in self._shelves.values():
+            aim = shelf.aim(self._settings, now)
+            missing = aim - len(shelf.ready) - shelf.starting
+            if missing < 0 and len(shelf.ready) > aim:
+                self._spawn(self._trim())
+            if missing <= 0:
+                continue
+            calm = max(shelf.last_take + QUIET, shelf.retry_at) - now
+            if calm > 0 or self._foreground():
+                delay = min(delay, max(calm, 0.02))
+                continue
+            limit = self._concurrency if shelf.reserved else 1
+            while missing > 0 and len(self._tasks) < limit and self._admission.shortage(shelf.key.resources) is None:
+                self._admission.hold(shelf.key.resources)
+                shelf.starting += 1
+                missing -= 1
+                self._spawn(self._make(shelf))
+        return delay
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _trim(self) -> None:
+        await self.evict()
+        self._wake.set()
+
+    async def _make(self, shelf: Shelf) -> None:
+        sandbox_id = new_id()
+        spec = SandboxSpec(sandbox_id, shelf.rootfs, shelf.key.resources, hostname=sandbox_id)
+        instance = None
+        try:
+            instance = await self._runtime.create(spec)
+            shelf.failures = 0
+            shelf.ready.append(instance)
+            self._watches[sandbox_id] = asyncio.create_task(self._watch(shelf, instance))
+        except Exception as error:  # noqa: BLE001 - whatever a runtime raises, the pool backs off and goes on
+            shelf.failures += 1
+            shelf.retry_at = time.monotonic() + min(2.0**shelf.failures, 60.0)
+            log.warning("warm sandbox could not be made", template=shelf.key.template_id, error=str(error))
+        finally:
+            if instance is None:
+                self._admission.release(shelf.key.resources)
+            shelf.starting -= 1
+            self._wake.set()
+
+    async def _watch(self, shelf: Shelf, instance: Instance) -> None:
+        death = await instance.wait_dead()
+        log.warning("warm sandbox died", sandbox=instance.spec.sandbox_id, reason=death.reason, detail=death.detail)
+        self._watches.pop(instance.spec.sandbox_id, None)
+        shelf.ready.remove(instance)
+        await self._discard(shelf, instance)
+        self._wake.set()
+
+    def _unwatch(self, instance: Instance) -> None:
+        task = self._watches.pop(instance.spec.sandbox_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _discard(self, shelf: Shelf, instance: Instance) -> None:
+        try:
+            await self._runtime.destroy(instance.spec.sandbox_id)
+        except SandyardError as error:
+            log.error("warm sandbox could not be destroyed", sandbox=instance.spec.sandbox_id, error=str(error))
+        finally:
+            self._admission.release(shelf.key.resources)

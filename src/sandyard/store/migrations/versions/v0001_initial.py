@@ -1,0 +1,59 @@
+"""Sandboxes, leases, API keys."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "sandboxes",
+        sa.Column("id", sa.String(64), primary_key=True),
+        sa.Column("tenant", sa.String(64), nullable=False),
+        sa.Column("runtime", sa.String(32), nullable=False),
+        sa.Column("template", sa.String(255), nullable=False),
+        sa.Column("template_id", sa.String(255), nullable=False),
+        sa.Column("metadata", sa.JSON, nullable=False),
+        sa.Column("envs", sa.JSON, nullable=False),
+        sa.Column("defaults", sa.JSON, nullable=False),
+        sa.Column("resources", sa.JSON, nullable=False),
+        sa.Column("secured", sa.Boolean, nullable=False),
+        sa.Column("state", sa.String(16), nullable=False),
+        sa.Column("started_at", sa.Double, nullable=False),
+        sa.Column("end_at", sa.Double, nullable=False),
+        sa.Column("on_timeout", sa.String(16), nullable=False),
+        sa.Column("idle_timeout", sa.Double, nullable=True),
+        sa.Column("lease_id", sa.String(64), nullable=True),
+        sa.Column("dead_at", sa.Double, nullable=True),
+        sa.Column("death_reason", sa.String(16), nullable=True),
+        sa.Column("death_detail", sa.Text, nullable=True),
+    )
+    op.create_index("ix_sandboxes_state_dead_at", "sandboxes", ["state", "dead_at"])
+    op.create_table(
+        "leases",
+        sa.Column("id", sa.String(64), primary_key=True),
+        sa.Column("tenant", sa.String(64), nullable=False),
+        sa.Column("ttl", sa.Double, nullable=False),
+        sa.Column("labels", sa.JSON, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
+    )
+    op.create_table(
+        "api_keys",
+        sa.Column("key_hash", sa.String(64), primary_key=True),
+        sa.Column("tenant", sa.String(64), nullable=False),
+        sa.Column("name", sa.String(255), nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("api_keys")
+    op.drop_table("leases")
+    op.drop_index("ix_sandboxes_state_dead_at", "sandboxes")
+    op.drop_table("sandboxes")

@@ -1,0 +1,106 @@
+"""The server's memory across restarts: sandboxes, the recently dead, leases and API keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import sqlalchemy as sa
+
+from sandyard.errors import DeathReason
+from sandyard.store.database import Database
+from sandyard.store.records import DeathRecord, LeaseRecord, SandboxRecord
+from sandyard.store.schema import api_keys, leases, sandboxes
+
+ALIVE, DEAD = "running", "dead"
+
+
+class Store:
+    """Every method commits before it returns and may raise `HostError` when the database fails."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def open(self) -> None:
+        await self._database.migrate()
+
+    async def close(self) -> None:
+        await self._database.close()
+
+    async def add_sandbox(self, record: SandboxRecord) -> None:
+        await self._execute(sandboxes.insert(), {**asdict(record), "state": ALIVE})
+
+    async def set_end(self, sandbox_id: str, end_at: float) -> None:
+        await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(end_at=end_at))
+
+    async def bury(self, record: DeathRecord) -> None:
+        """Mark a sandbox dead; one that was never recorded stays unknown."""
+        values = {
+            "state": DEAD,
+            "dead_at": record.dead_at,
+            "death_reason": record.reason.value,
+            "death_detail": record.detail,
+            "envs": {},
+        }
+        await self._execute(sandboxes.update().where(sandboxes.c.id == record.id).values(values))
+
+    async def living(self) -> Sequence[SandboxRecord]:
+        rows = await self._database.run(
+            lambda c: c.execute(sandboxes.select().where(sandboxes.c.state == ALIVE)).mappings().all()
+        )
+        return [SandboxRecord(**{name: row[name] for name in SandboxRecord.__slots__}) for row in rows]
+
+    async def dead(self, since: float) -> Sequence[DeathRecord]:
+        query = sandboxes.select().where(sandboxes.c.state == DEAD, sandboxes.c.dead_at >= since)
+        rows = await self._database.run(
+            lambda c: c.execute(query.order_by(sandboxes.c.dead_at.desc()).limit(10_000)).mappings().all()
+        )
+        return [
+            DeathRecord(
+                id=row["id"],
+                tenant=row["tenant"],
+                reason=DeathReason(row["death_reason"]),
+                detail=row["death_detail"] or "",
+                dead_at=row["dead_at"],
+            )
+            for row in reversed(rows)
+        ]
+
+    async def forget_dead(self, before: float) -> None:
+        await self._execute(sandboxes.delete().where(sandboxes.c.state == DEAD, sandboxes.c.dead_at < before))
+
+    async def add_lease(self, record: LeaseRecord) -> None:
+        await self._execute(leases.insert(), asdict(record))
+
+    async def drop_lease(self, lease_id: str) -> None:
+        await self._execute(leases.delete().where(leases.c.id == lease_id))
+
+    async def leases(self) -> Sequence[LeaseRecord]:
+        rows = await self._database.run(lambda c: c.execute(leases.select()).mappings().all())
+        return [LeaseRecord(**dict(row)) for row in rows]
+
+    async def add_key(self, key_hash: str, tenant: str, name: str) -> None:
+        """Remember a key by its hash; adding it again changes nothing."""
+
+        def work(connection: sa.Connection) -> None:
+            known = connection.execute(sa.select(api_keys.c.tenant).where(api_keys.c.key_hash == key_hash)).scalar()
+            if known is None:
+                values = {"key_hash": key_hash, "tenant": tenant, "name": name, "created_at": time.time()}
+                connection.execute(api_keys.insert(), values)
+
+        await self._database.run(work)
+
+    async def drop_key(self, key_hash: str) -> None:
+        await self._execute(api_keys.delete().where(api_keys.c.key_hash == key_hash))
+
+    async def tenant_of(self, key_hash: str) -> str | None:
+        query = sa.select(api_keys.c.tenant).where(api_keys.c.key_hash == key_hash)
+        return await self._database.run(lambda c: c.execute(query).scalar())
+
+    async def _execute(self, statement: sa.Executable, values: Mapping[str, Any] | None = None) -> None:
+        def work(connection: sa.Connection) -> None:
+            connection.execute(statement, values)
+
+        await self._database.run(work)
