@@ -1,0 +1,171 @@
+"""Unpack a root file system's tar archive as root, without trusting a byte of it.
+
+Every entry is reached through directory descriptors, one name at a time, never through a symlink;
+a name that is absolute, climbs with `..` or passes through a symlink is refused, and so is the
+archive. Owners are shifted on the way (see `owners`).
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from sandyard.errors import BadRequest
+from sandyard.images.owners import CAPABILITY, bind_capability, shifted
+
+MAX_ENTRIES = 2_000_000
+_CHUNK = 1 << 20
+_ENOUGH_DIRECTORIES = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def unpack(archive: Path, root: Path, uid_base: int, on_bytes: Callable[[int], None] = lambda count: None) -> int:
+    """Unpack `archive` (tar, plain or gzip, bzip2, xz) into the new directory `root`; return its bytes.
+
+    Blocking. `on_bytes` hears how much of the content is written. Raises `BadRequest` naming the
+    archive and the entry; the caller removes `root`.
+    """
+    try:
+        with tarfile.open(archive, "r|*") as tar:
+            root.mkdir(mode=0o755)
+            with Unpacker(root, uid_base) as unpacker:
+                for count, member in enumerate(tar):
+                    if count >= MAX_ENTRIES:
+                        raise BadRequest(f"more than {MAX_ENTRIES} entries")
+                    unpacker.add(member, tar)
+                    on_bytes(unpacker.written)
+            return unpacker.written
+    except (tarfile.TarError, EOFError) as error:
+        raise BadRequest(
+            f"{archive} is not a tar archive that can be read: {error}",
+            remedy="give a .tar, .tar.gz, .tar.bz2 or .tar.xz",
+        ) from error
+    except BadRequest as error:
+        raise BadRequest(f"archive {archive}: {error}") from error
+    except OSError as error:
+        raise BadRequest(f"archive {archive}: {error}") from error
+
+
+class Unpacker:
+    """Writes entries below `root`. Directory modes are set at the end, so that files fit in."""
+
+    def __init__(self, root: Path, uid_base: int) -> None:
+        self.written = 0
+        self._root = os.open(root, _ENOUGH_DIRECTORIES)
+        self._base = uid_base
+        self._directories: list[tuple[tuple[str, ...], tarfile.TarInfo]] = []
+        os.chown(self._root, uid_base, uid_base)
+
+    def __enter__(self) -> Unpacker:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                for parts, member in reversed(self._directories):
+                    with self._walk(parts, make=False, name=member.name) as fd:
+                        os.chmod(fd, member.mode & 0o7777)
+                        os.utime(fd, (member.mtime, member.mtime))
+        finally:
+            os.close(self._root)
+
+    def add(self, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
+        parts = _parts(member.name)
+        if member.isdir():
+            with self._walk(parts, make=True, name=member.name) as fd:
+                os.chown(fd, *self._owner(member))
+            self._directories.append((parts, member))
+            return
+        if not parts:
+            raise BadRequest(f"entry {member.name!r} is the root and not a directory")
+        if member.ischr() or member.isblk():
+            return  # a sandbox has devices of its own
+        with self._walk(parts[:-1], make=True, name=member.name) as parent:
+            _clear(parts[-1], parent)
+            if member.isreg():
+                self._file(member, tar, parts[-1], parent)
+            elif member.issym():
+                os.symlink(member.linkname, parts[-1], dir_fd=parent)
+                os.chown(parts[-1], *self._owner(member), dir_fd=parent, follow_symlinks=False)
+            elif member.islnk():
+                self._hard_link(member, parts[-1], parent)
+            elif member.isfifo():
+                os.mkfifo(parts[-1], member.mode & 0o777, dir_fd=parent)
+                os.chown(parts[-1], *self._owner(member), dir_fd=parent, follow_symlinks=False)
+            else:
+                raise BadRequest(f"entry {member.name!r} is of the unknown type {member.type!r}")
+
+    def _file(self, member: tarfile.TarInfo, tar: tarfile.TarFile, name: str, parent: int) -> None:
+        source = tar.extractfile(member)
+        if source is None:
+            raise BadRequest(f"entry {member.name!r} has no content")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, 0o600, dir_fd=parent), "wb") as target:
+            self._copy(source, target)
+            os.fchown(target.fileno(), *self._owner(member))
+            os.fchmod(target.fileno(), member.mode & 0o7777)
+            packed = member.pax_headers.get(f"SCHILY.xattr.{CAPABILITY}")
+            if packed and (bound := bind_capability(packed.encode("utf-8", "surrogateescape"), self._base)):
+                os.setxattr(target.fileno(), CAPABILITY, bound)
+            target.flush()
+            os.utime(target.fileno(), (member.mtime, member.mtime))
+
+    def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
+        while chunk := source.read(_CHUNK):
+            target.write(chunk)
+            self.written += len(chunk)
+
+    def _hard_link(self, member: tarfile.TarInfo, name: str, parent: int) -> None:
+        target = _parts(member.linkname)
+        if not target:
+            raise BadRequest(f"entry {member.name!r} links to the root")
+        with self._walk(target[:-1], make=False, name=member.name) as other:
+            try:
+                os.link(target[-1], name, src_dir_fd=other, dst_dir_fd=parent, follow_symlinks=False)
+            except OSError as error:
+                raise BadRequest(f"entry {member.name!r} links to {member.linkname!r}: {error.strerror}") from error
+
+    @contextmanager
+    def _walk(self, parts: tuple[str, ...], *, make: bool, name: str) -> Iterator[int]:
+        """Descend to a directory without following a symlink; `make` missing ones."""
+        fd = os.dup(self._root)
+        try:
+            for part in parts:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, 0o755, dir_fd=fd)
+                        os.chown(part, self._base, self._base, dir_fd=fd, follow_symlinks=False)
+                try:
+                    below = os.open(part, _ENOUGH_DIRECTORIES, dir_fd=fd)
+                except OSError as error:
+                    raise BadRequest(f"entry {name!r} passes through {part!r}, not a directory of it") from error
+                os.close(fd)
+                fd = below
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _owner(self, member: tarfile.TarInfo) -> tuple[int, int]:
+        return shifted(member.uid, self._base), shifted(member.gid, self._base)
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    if name.startswith("/"):
+        raise BadRequest(f"entry {name!r} is absolute")
+    parts = tuple(part for part in name.split("/") if part not in ("", "."))
+    if ".." in parts or "\0" in name:
+        raise BadRequest(f"entry {name!r} leaves the archive")
+    return parts
+
+
+def _clear(name: str, parent: int) -> None:
+    """A later entry of the same name takes the place of an earlier one, except of a directory."""
+    try:
+        os.unlink(name, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    except IsADirectoryError as error:
+        raise BadRequest(f"entry {name!r} takes the place of a directory") from error
