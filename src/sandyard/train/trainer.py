@@ -158,9 +158,9 @@ class GRPOTrainer:
 
     async def _one_step(self) -> None:
         started = time.perf_counter()
-        tasks = self._next_tasks()
-        seed = derive_seed("rollouts", self.config.seed, self.step)
-        trajectories = await self._engine.run(tasks, self.config.num_generations, seed=seed)
+        step = self.step + 1
+        seed = derive_seed("rollouts", self.config.seed, step)
+        trajectories = await self._engine.run(self._next_tasks(), self.config.num_generations, seed=seed)
         rolled = time.perf_counter()
         advantages = group_advantages(
             [t.reward for t in trajectories],
@@ -169,11 +169,14 @@ class GRPOTrainer:
             keys=[(t.group, t.task_id) for t in trajectories],
         )
         metrics = rollout_metrics(trajectories, advantages.degenerate)
-        self.step += 1
-        self._runlog.trajectories(trajectories, step=self.step)
+        self._runlog.trajectories(trajectories, step=step)
         skip = self._why_skip(trajectories, advantages)
-        if skip is None:
-            metrics |= await self._learn(trajectories, advantages)
+        try:
+            if skip is None:
+                metrics |= await self._learn(trajectories, advantages, step)
+        finally:
+            # Together and only here: a checkpoint after an interruption repeats no task and loses none.
+            self.step, self._taken = step, self._taken + self.config.batch_size
         done = time.perf_counter()
         metrics |= {"time/rollout": rolled - started, "time/train": done - rolled, "time/sync": 0.0}
         self._record(metrics, skip)
@@ -181,7 +184,6 @@ class GRPOTrainer:
 
     def _next_tasks(self) -> list[Task]:
         order = task_order(len(self.tasks), self.config.seed, self._taken)
-        self._taken += self.config.batch_size
         return [self.tasks[next(order)] for _ in range(self.config.batch_size)]
 
     def _why_skip(self, trajectories: Sequence[Trajectory], advantages: Advantages) -> str | None:
@@ -194,12 +196,19 @@ class GRPOTrainer:
             return f"all {advantages.degenerate} groups are without a contrast ({masked} rollouts masked)"
         return None
 
-    async def _learn(self, trajectories: Sequence[Trajectory], advantages: Advantages) -> Metrics:
+    async def _learn(self, trajectories: Sequence[Trajectory], advantages: Advantages, step: int) -> Metrics:
         pairs = zip(trajectories, advantages.values, strict=True)
         samples = [Sample(t, value) for t, value in pairs if t.reward is not None and t.token_ids]
-        # In a thread: leases must be renewed and progress shown while the gradient is computed.
-        metrics = await asyncio.to_thread(self._updater.update, samples, self.step)
-        self._updates += 1
+        # In a thread: leases must be renewed and progress shown while the gradient is computed. To its end
+        # even when cancelled: nobody may save weights that are half updated.
+        update = asyncio.create_task(asyncio.to_thread(self._updater.update, samples, step))
+        try:
+            metrics = await asyncio.shield(update)
+        except asyncio.CancelledError:
+            await asyncio.wait([update])
+            raise
+        finally:
+            self._updates += 1
         return metrics
 
     def _record(self, metrics: Metrics, skip: str | None) -> None:
