@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 
 class Channel(StrEnum):
@@ -147,6 +148,45 @@ class PortStream(ABC):
     async def close(self) -> None: ...
 
 
+class WatchEventType(StrEnum):
+    CREATE = "create"
+    WRITE = "write"
+    REMOVE = "remove"
+    RENAME = "rename"
+    CHMOD = "chmod"
+    OVERFLOW = "overflow"  # events were lost; `name` is empty
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """Something happened to `name`, a path relative to the watched directory ("" is the directory itself)."""
+
+    type: WatchEventType
+    name: str
+
+
+class Watch(ABC):
+    """A watched directory. Iterate for events; iteration ends when the directory is gone.
+
+    The events an operation of this link caused have arrived when its answer has, so `pending` after
+    an awaited write shows it. In a recursive watch a new directory joins, and what was made in it
+    before that may be told twice."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> WatchEvent: ...
+
+    @abstractmethod
+    def pending(self) -> Sequence[WatchEvent]:
+        """Take the events that have arrived, without waiting."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop watching. Idempotent."""
+
+
 class Agent(ABC):
     """PID 1 of a sandbox. One `Agent` object is one link; any number of calls may be in flight."""
 
@@ -208,6 +248,10 @@ class Agent(ABC):
     @abstractmethod
     async def connect_port(self, port: int) -> PortStream:
         """Connect to 127.0.0.1 (else ::1) inside. Errors: REFUSED."""
+
+    @abstractmethod
+    async def watch(self, path: str, *, recursive: bool = False) -> Watch:
+        """Watch a directory; events from this moment on. Errors: NOT_FOUND, NOT_DIRECTORY, LIMIT."""
 
     @abstractmethod
     async def identify(self, *, hostname: str | None = None, time_ns: int | None = None, seed: bytes = b"") -> None:

@@ -1,0 +1,110 @@
+#include "ops.h"
+
+#include "proc.h"
+#include "users.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/random.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <time.h>
+#include <unistd.h>
+
+static void op_ping(uint32_t id, struct reader *r)
+{
+	struct writer w = result_begin();
+
+	(void)r;
+	put_text(&w, AGENT_VERSION);
+	put_text(&w, boot_id);
+	put_u32(&w, (uint32_t)getpid());
+	put_u32(&w, stream_count());
+	put_u32(&w, proc_count());
+	put_u64(&w, proc_dropped());
+	result_end(&w, FLAG_FIN, id);
+}
+
+static void op_user(uint32_t id, struct reader *r)
+{
+	struct user user;
+	struct writer w;
+
+	if (user_find(get_text(r), &user) < 0) {
+		result_error(id, C_NO_USER, 0, "user");
+		return;
+	}
+	w = result_begin();
+	put_text(&w, user.name);
+	put_u32(&w, user.uid);
+	put_u32(&w, user.gid);
+	put_text(&w, user.home);
+	put_text(&w, user.shell);
+	result_end(&w, FLAG_FIN, id);
+}
+
+static int set_seed(const uint8_t *seed, uint32_t len)
+{
+	struct {
+		struct rand_pool_info info;
+		uint8_t data[512];
+	} pool = {0};
+	int fd, rc;
+
+	if (len > sizeof pool.data)
+		len = sizeof pool.data;
+	pool.info.entropy_count = (int)len * 8;
+	pool.info.buf_size = (int)len;
+	memcpy((uint8_t *)&pool + offsetof(struct rand_pool_info, buf), seed, len);
+	fd = open("/dev/urandom", O_RDWR | O_CLOEXEC | O_NONBLOCK);
+	if (fd < 0)
+		return errno;
+	rc = ioctl(fd, RNDADDENTROPY, &pool) < 0 ? errno : 0;
+	/* Without the right to credit entropy the seed can still be mixed in. */
+	if (rc && write(fd, seed, len) == (ssize_t)len)
+		rc = 0;
+	close(fd);
+	return rc;
+}
+
+static int set_clock(uint64_t ns)
+{
+	struct timespec ts = {.tv_sec = (time_t)(ns / 1000000000), .tv_nsec = (long)(ns % 1000000000)};
+
+	return clock_settime(CLOCK_REALTIME, &ts) < 0 ? errno : 0;
+}
+
+static void op_identify(uint32_t id, struct reader *r)
+{
+	const char *hostname = get_text(r);
+	uint64_t ns = get_u64(r);
+	uint32_t len;
+	const uint8_t *seed = get_blob(r, &len);
+	struct writer w;
+
+	if (r->bad) {
+		result_error(id, C_INVALID, EINVAL, "request");
+		return;
+	}
+	w = result_begin();
+	put_u32(&w, *hostname && sethostname(hostname, strlen(hostname)) < 0 ? (uint32_t)errno : 0);
+	put_u32(&w, ns ? (uint32_t)set_clock(ns) : 0);
+	put_u32(&w, len ? (uint32_t)set_seed(seed, len) : 0);
+	result_end(&w, FLAG_FIN, id);
+}
+
+static op_fn *const table[OP_COUNT] = {
+    [OP_PING] = op_ping,       [OP_SPAWN] = op_spawn,   [OP_PROCESSES] = op_processes, [OP_ATTACH] = op_attach,
+    [OP_SIGNAL] = op_signal,   [OP_RESIZE] = op_resize, [OP_USER] = op_user,           [OP_STAT] = op_stat,
+    [OP_LIST] = op_list,       [OP_MKDIR] = op_mkdir,   [OP_MOVE] = op_move,           [OP_REMOVE] = op_remove,
+    [OP_READ] = op_read,       [OP_WRITE] = op_write,   [OP_CONNECT] = op_connect,     [OP_WATCH] = op_watch,
+    [OP_IDENTIFY] = op_identify,
+};
+
+void op_dispatch(uint8_t op, uint32_t id, struct reader *r)
+{
+	if (op < OP_COUNT && table[op])
+		table[op](id, r);
+	else
+		result_error(id, C_INVALID, ENOSYS, "unknown operation");
+}

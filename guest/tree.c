@@ -1,0 +1,156 @@
+/* Killing everything that descends from a command.
+ *
+ * A command's descendants can leave its session and lose their parents, but they inherit resource
+ * limits. RLIMIT_RTTIME means nothing to a process that is not real-time and is larger than any run
+ * could last, so its value marks the command: every spawn gets another. */
+#include "proc.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+enum { ROUNDS = 64 };
+
+struct member {
+	pid_t pid, parent, session;
+	bool marked, chosen;
+};
+
+static uint64_t next_mark;
+
+void tree_init(void)
+{
+	struct rlimit limit;
+
+	next_mark = 1ULL << 62;
+	if (getrlimit(RLIMIT_RTTIME, &limit) == 0 && limit.rlim_max != RLIM_INFINITY && limit.rlim_max < next_mark)
+		next_mark = limit.rlim_max;
+}
+
+uint64_t tree_mark(void) { return --next_mark; }
+
+static ssize_t read_proc(pid_t pid, const char *name, char *buf, size_t size)
+{
+	char path[64];
+	ssize_t n;
+	int fd;
+
+	snprintf(path, sizeof path, "/proc/%d/%s", (int)pid, name);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return -1;
+	n = read(fd, buf, size - 1);
+	close(fd);
+	buf[n > 0 ? n : 0] = 0;
+	return n;
+}
+
+static bool read_member(pid_t pid, uint64_t mark, struct member *m)
+{
+	char buf[4096], *at, state;
+	int parent, group, session;
+
+	/* The name may hold anything, so the fields are counted from its last parenthesis. */
+	if (read_proc(pid, "stat", buf, sizeof buf) <= 0 || !(at = strrchr(buf, ')')) ||
+	    sscanf(at + 1, " %c %d %d %d", &state, &parent, &group, &session) != 4 || state == 'Z' || state == 'X')
+		return false;
+	*m = (struct member){.pid = pid, .parent = parent, .session = session};
+	if (read_proc(pid, "limits", buf, sizeof buf) > 0 && (at = strstr(buf, "Max realtime timeout")))
+		m->marked = strtoull(at + strlen("Max realtime timeout"), NULL, 10) == mark;
+	return true;
+}
+
+static struct member *scan(uint64_t mark, size_t *count)
+{
+	struct member *all = NULL;
+	size_t n = 0, cap = 0;
+	DIR *dir = opendir("/proc");
+	struct dirent *entry;
+
+	while (dir && (entry = readdir(dir))) {
+		pid_t pid = (pid_t)atoi(entry->d_name);
+
+		if (pid <= 1 || pid == getpid())
+			continue;
+		if (n == cap) {
+			size_t more = cap ? 2 * cap : 128;
+			struct member *grown = realloc(all, more * sizeof *all);
+
+			if (!grown)
+				break;
+			all = grown;
+			cap = more;
+		}
+		n += read_member(pid, mark, &all[n]);
+	}
+	if (dir)
+		closedir(dir);
+	*count = n;
+	return all;
+}
+
+static bool has_chosen_parent(const struct member *all, size_t n, pid_t parent)
+{
+	for (size_t i = 0; i < n; i++)
+		if (all[i].chosen && all[i].pid == parent)
+			return true;
+	return false;
+}
+
+static size_t choose(struct member *all, size_t n, pid_t root)
+{
+	size_t chosen = 0;
+	bool more = true;
+
+	for (size_t i = 0; i < n; i++) {
+		all[i].chosen = all[i].marked || (root && (all[i].pid == root || all[i].session == root));
+		chosen += all[i].chosen;
+	}
+	while (more) {
+		more = false;
+		for (size_t i = 0; i < n; i++)
+			if (!all[i].chosen && has_chosen_parent(all, n, all[i].parent)) {
+				all[i].chosen = more = true;
+				chosen++;
+			}
+	}
+	return chosen;
+}
+
+static size_t signal_tree(pid_t root, uint64_t mark, int number)
+{
+	size_t n, chosen;
+	struct member *all = scan(mark, &n);
+
+	chosen = all ? choose(all, n, root) : 0;
+	for (size_t i = 0; i < n; i++)
+		if (all[i].chosen)
+			kill(all[i].pid, number);
+	free(all);
+	return chosen;
+}
+
+void tree_kill(pid_t root, uint64_t mark)
+{
+	size_t before = 0, now;
+
+	/* Stopped processes cannot fork, so the count stands still once all are stopped. */
+	for (int i = 0; i < ROUNDS; i++) {
+		now = signal_tree(root, mark, SIGSTOP);
+		if (now == before)
+			break;
+		before = now;
+	}
+	for (int i = 0; i < ROUNDS && signal_tree(root, mark, SIGKILL); i++)
+		usleep(200);
+	if (root) {
+		kill(-root, SIGKILL);
+		kill(root, SIGKILL);
+	}
+}
