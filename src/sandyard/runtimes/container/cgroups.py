@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -220,10 +221,8 @@ def _rmdir(group: Path, deadline: float) -> None:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):  # gone: what was wanted
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # what was wanted
 
 
 def _read(path: Path) -> str:

@@ -25,17 +25,9 @@ _RESERVE_MB = 128  # what creation leaves free on the host
 # No journal: the disk dies with its sandbox. No resize inode, few superblock copies and packed
 # metadata keep an empty image near 150 KiB.
 _MKFS = [
-    "mkfs.ext4",
-    "-q",
-    "-F",
-    "-m",
-    "0",
-    "-i",
-    "8192",
-    "-O",
-    "^has_journal,^resize_inode,sparse_super2",
-    "-E",
-    "lazy_itable_init=1,nodiscard,packed_meta_blocks=1",
+    *("mkfs.ext4", "-q", "-F", "-m", "0", "-i", "8192"),
+    *("-O", "^has_journal,^resize_inode,sparse_super2"),
+    *("-E", "lazy_itable_init=1,nodiscard,packed_meta_blocks=1"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 
 from sandyard.errors import AgentLinkError, DeathReason
 from sandyard.guest.base import Agent
@@ -59,10 +60,8 @@ class ContainerInstance(Instance):
         """Kill PID 1; the kernel kills the rest of its pid namespace before it reports the death."""
         self._killed = True
         if self._pidfd >= 0:
-            try:
+            with suppress(ProcessLookupError):  # it died first
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it died first
 
     async def release(self) -> None:
         """Close the link and stop watching; the sandbox itself is left alone. Idempotent.
@@ -98,7 +97,5 @@ class ContainerInstance(Instance):
 
 def _reap(pid: int) -> None:
     """Collect PID 1 where this server is its parent (it is the host's init, or its sub-reaper)."""
-    try:
+    with suppress(ChildProcessError):  # somebody else's child, as usual
         os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:
-        pass  # somebody else's child, as usual

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,10 +158,8 @@ def is_making(home: Path) -> bool:
 
 def _kill_holder(text: str) -> None:
     """The lock is held right now, so the pid in it is its holder's and not recycled."""
-    try:
+    with suppress(ValueError, ProcessLookupError):  # not yet written, or gone: the next round sees
         os.kill(int(text), signal.SIGKILL)
-    except (ValueError, ProcessLookupError):
-        pass  # not yet written, or gone: the next round sees
 
 
 def _last_error(log: Path, code: int) -> str:

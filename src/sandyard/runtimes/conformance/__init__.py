@@ -1,0 +1,20 @@
+"""The contract of a runtime as executable checks (`sandyard conformance`).
+
+Each module holds the checks of one subject; importing it registers them.
+"""
+
+from sandyard.runtimes.conformance import files, isolation, lifecycle, limits, processes
+from sandyard.runtimes.conformance.runner import CHECKS, Check, CheckResult, run_conformance, summary
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "CheckResult",
+    "files",
+    "isolation",
+    "lifecycle",
+    "limits",
+    "processes",
+    "run_conformance",
+    "summary",
+]
