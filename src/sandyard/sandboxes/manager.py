@@ -174,6 +174,24 @@ class SandboxManager:
         self._arm(sandbox)
         await self.store.set_end(sandbox.id, end_at)
 
+    def reserve(self, template: TemplateView, count: int) -> None:
+        """Make up to `count` sandboxes ahead for a burst of creates that is coming."""
+        self.pool.reserve(self.pool.shelf(template.template_id, template.rootfs, self.resources()), count)
+
+    def capacity(self) -> dict[str, Any]:
+        """How many sandboxes of the default size fit, and what is in the way where none does."""
+        running, warm = len(self._sandboxes), self.pool.ready
+        why = self.admission.shortage(self.resources())
+        full = why is not None and not warm
+        free = 0 if full else max(self.admission.max_count - running, 0)
+        return {
+            "maxSandboxes": self.admission.max_count,
+            "running": running,
+            "warm": warm,
+            "free": free,
+            "reasonsIfZero": [why] if why is not None and free == 0 else [],
+        }
+
     def straggle(self, sandbox_id: str) -> None:
         """Keep trying to destroy what no place was taken for."""
         self._stragglers.add(sandbox_id, lambda: None)

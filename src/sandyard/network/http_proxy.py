@@ -1,0 +1,146 @@
+"""One HTTP request over one stream to a port inside a sandbox.
+
+Bodies stream both ways; what the program inside sends is parsed, so that it can say nothing but one
+response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+
+import httptools
+from starlette.types import Receive, Scope, Send
+
+from sandyard.errors import AgentLinkError, GuestError
+from sandyard.guest.base import PortStream
+
+_HOP_BY_HOP = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+# Meant for this server: untrusted code must not learn them.
+_OURS = {b"x-api-key", b"x-access-token", b"e2b-sandbox-id", b"e2b-sandbox-port", b"e2b-traffic-access-token"}
+
+
+class BadResponse(Exception):
+    """What listens on the port did not answer with HTTP. Nothing was sent to the client yet."""
+
+
+class BrokenResponse(Exception):
+    """The response broke off after its head was sent to the client."""
+
+
+def passed_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """The request headers that may be passed on, with where the request came from."""
+    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    passed = [(name, value) for name, value in headers if name not in _HOP_BY_HOP and name not in _OURS]
+    host = next((value for name, value in passed if name == b"host"), b"")
+    return [*passed, (b"x-forwarded-host", host), (b"x-forwarded-proto", scope["scheme"].encode())]
+
+
+async def exchange(scope: Scope, receive: Receive, send: Send, stream: PortStream) -> None:
+    """Pass the request in and the response out. Raises `BadResponse`, `BrokenResponse`, `AgentLinkError`."""
+    upload = asyncio.create_task(_send_request(scope, receive, stream))
+    try:
+        await _send_response(scope, send, stream)
+    finally:
+        upload.cancel()
+        # The response is what counts; a program may well answer without reading all of the request.
+        with contextlib.suppress(asyncio.CancelledError, GuestError, AgentLinkError):
+            await upload
+
+
+async def _send_request(scope: Scope, receive: Receive, stream: PortStream) -> None:
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
+    head = [scope["method"].encode() + b" " + target + b" HTTP/1.1"]
+    head += [name + b": " + value for name, value in passed_headers(scope)]
+    head.append(b"connection: close")
+    if chunked:
+        head.append(b"transfer-encoding: chunked")
+    await stream.write(b"\r\n".join(head) + b"\r\n\r\n")
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            await stream.close()  # ends the response too
+            return
+        more = message.get("more_body", False)
+        if chunk := message.get("body"):
+            await stream.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunked else chunk)
+    if chunked:
+        await stream.write(b"0\r\n\r\n")
+
+
+class _Response:
+    """Collects what the parser says."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.head_done = False
+        self.done = False
+        self.until_close = True
+        self.body: list[bytes] = []
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        lower = name.lower()
+        if lower in (b"content-length", b"transfer-encoding"):
+            self.until_close = False
+        if lower not in _HOP_BY_HOP:
+            self.headers.append((lower, value))
+
+    def on_headers_complete(self) -> None:
+        self.head_done = self.parser.get_status_code() >= 200
+
+    def on_body(self, body: bytes) -> None:
+        self.body.append(body)
+
+    def on_message_complete(self) -> None:
+        if self.head_done:
+            self.done = True
+        else:  # an interim (1xx) response: the real one follows
+            self.headers.clear()
+            self.until_close = True
+
+
+async def _send_response(scope: Scope, send: Send, stream: PortStream) -> None:
+    response = _Response()
+    started = False
+    try:
+        async for data in _reads(stream):
+            response.parser.feed_data(data)
+            if not response.head_done:
+                continue
+            status = response.parser.get_status_code()
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": status, "headers": response.headers})
+            bodiless = scope["method"] == "HEAD" or status in (204, 304)
+            body, response.body[:] = b"" if bodiless else b"".join(response.body), []
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if response.done or bodiless:
+                break
+        else:
+            if not started or not response.until_close:
+                raise BadResponse("the connection was closed before the response was complete")
+        await send({"type": "http.response.body", "body": b""})
+    except (httptools.HttpParserError, GuestError, BadResponse) as error:
+        if started:
+            raise BrokenResponse(str(error)) from error
+        raise BadResponse(str(error)) from error
+
+
+async def _reads(stream: PortStream) -> AsyncIterator[bytes]:
+    while data := await stream.read():
+        yield data

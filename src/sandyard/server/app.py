@@ -1,0 +1,49 @@
+"""The ASGI application: requests to a sandbox go to the data plane, all others to the control plane."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Response
+from starlette.types import Receive, Scope, Send
+
+from sandyard.sandboxes import SandboxManager
+from sandyard.server.auth import Keys
+from sandyard.server.control import failures, leases, sandboxes, templates
+from sandyard.server.control.context import Context
+from sandyard.server.dataplane import DataPlane
+from sandyard.server.metrics import Metrics
+from sandyard.server.tokens import SandboxTokens
+from sandyard.server.usage import UsageHistory
+
+
+class Application:
+    """One server's ASGI application over a started manager. Holds no resources of its own."""
+
+    def __init__(self, manager: SandboxManager, keys: Keys, tokens: SandboxTokens) -> None:
+        self.usage = UsageHistory(manager)
+        self.control = control_plane(Context(manager, keys, tokens, self.usage, Metrics(manager)))
+        self.data = DataPlane(manager, tokens, self.usage, manager.settings.server.domain)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket") and (target := self.data.route(scope)) is not None:
+            await self.data(scope, receive, send, *target)
+        else:
+            await self.control(scope, receive, send)
+
+
+def control_plane(context: Context) -> FastAPI:
+    app = FastAPI(title="Sandyard", summary="Sandboxes for agentic reinforcement learning, E2B-compatible.")
+    app.state.context = context
+    failures.install(app)
+    for module in (sandboxes, templates, leases):
+        app.include_router(module.router)
+
+    @app.get("/health", status_code=204, tags=["server"])
+    async def health() -> None:
+        """Whether the server answers."""
+
+    @app.get("/metrics", tags=["server"], response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(context.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return app

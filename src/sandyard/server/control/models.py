@@ -1,0 +1,224 @@
+"""Bodies of the control plane, field by field as E2B clients send and expect them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sandyard.runtimes.base import Resources
+from sandyard.sandboxes import Sandbox, TemplateView
+from sandyard.server.usage import MIB, Sample
+
+ENVD_VERSION = "0.6.13"  # the envd whose features are offered
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="ignore")  # newer clients send fields that older servers do not know
+
+
+class NewSandbox(_Request):
+    templateID: str = Field(min_length=1, description="Name or id of a template.")
+    timeout: int | None = Field(default=None, description="Lifetime in seconds; more than 0.")
+    metadata: dict[str, str] = Field(
+        default_factory=dict,
+        description="Labels. `sandyard.lease` binds the sandbox to a lease, `sandyard.idle_timeout` (seconds) "
+        "kills it after so long without use.",
+    )
+    envVars: dict[str, str] = Field(default_factory=dict)
+    secure: bool = False
+    autoPause: bool = False
+    autoResume: dict[str, Any] | None = None
+    allow_internet_access: bool | None = None
+    network: dict[str, Any] | None = None
+    mcp: dict[str, Any] | None = None
+    volumeMounts: list[dict[str, Any]] | None = None
+
+
+class ConnectSandbox(_Request):
+    timeout: int | None = None
+
+
+class SetTimeout(_Request):
+    timeout: int = Field(description="Seconds from now; 0 or less ends the sandbox now.")
+
+
+class Refresh(_Request):
+    duration: int | None = Field(default=None, ge=0, le=3600)
+
+
+class WarmRequest(_Request):
+    templateID: str = Field(min_length=1)
+    count: int = Field(ge=0, le=10_000)
+
+
+class NewLease(_Request):
+    ttl: float = Field(gt=0, le=86400, description="Seconds without a renewal after which its sandboxes are killed.")
+    labels: dict[str, str] = Field(default_factory=dict)
+    warm: list[WarmRequest] = Field(default_factory=list, description="Bursts of creates to prepare for.")
+
+
+class SweepRequest(_Request):
+    metadata: dict[str, str] = Field(min_length=1, description="Every label a sandbox must carry to be killed.")
+
+
+class LeaseView(BaseModel):
+    leaseID: str
+    ttl: float
+    expiresAt: datetime
+
+
+class SandboxView(BaseModel):
+    """What create and connect answer."""
+
+    templateID: str
+    sandboxID: str
+    clientID: str = ""
+    envdVersion: str = ENVD_VERSION
+    alias: str
+    envdAccessToken: str | None = None
+    trafficAccessToken: str | None = None
+    domain: str | None = None
+
+    @classmethod
+    def of(cls, sandbox: Sandbox, token: str | None, domain: str | None) -> SandboxView:
+        return cls(
+            templateID=sandbox.template_id,
+            sandboxID=sandbox.id,
+            alias=sandbox.template,
+            envdAccessToken=token,
+            domain=domain,
+        )
+
+
+class ListedSandbox(BaseModel):
+    templateID: str
+    sandboxID: str
+    clientID: str = ""
+    envdVersion: str = ENVD_VERSION
+    alias: str
+    startedAt: datetime
+    endAt: datetime
+    cpuCount: int
+    memoryMB: int
+    diskSizeMB: int
+    state: str = "running"
+    metadata: dict[str, str]
+    volumeMounts: list[dict[str, Any]] = Field(default_factory=list)
+
+    @classmethod
+    def fields_of(cls, sandbox: Sandbox) -> dict[str, Any]:
+        return {
+            "templateID": sandbox.template_id,
+            "sandboxID": sandbox.id,
+            "alias": sandbox.template,
+            "startedAt": datetime.fromtimestamp(sandbox.started_at, UTC),
+            "endAt": datetime.fromtimestamp(sandbox.end_at, UTC),
+            "cpuCount": cpu_count(sandbox.resources),
+            "memoryMB": sandbox.resources.memory_mb,
+            "diskSizeMB": sandbox.resources.disk_mb,
+            "metadata": dict(sandbox.metadata),
+        }
+
+
+class Lifecycle(BaseModel):
+    autoResume: bool = False
+    onTimeout: str = "kill"
+
+
+class SandboxDetail(ListedSandbox):
+    envdAccessToken: str | None = None
+    domain: str | None = None
+    lifecycle: Lifecycle = Field(default_factory=Lifecycle)
+    allowInternetAccess: bool = False
+    reason: str | None = None
+
+
+class SandboxMetric(BaseModel):
+    """Bytes; `cpuUsedPct` of one core."""
+
+    timestamp: datetime
+    timestampUnix: int
+    cpuCount: int
+    cpuUsedPct: float
+    memUsed: int
+    memTotal: int
+    memCache: int
+    diskUsed: int
+    diskTotal: int
+
+    @classmethod
+    def of(cls, sample: Sample, resources: Resources) -> SandboxMetric:
+        return cls(
+            timestamp=datetime.fromtimestamp(sample.at, UTC),
+            timestampUnix=int(sample.at),
+            cpuCount=cpu_count(resources),
+            cpuUsedPct=sample.cpu_percent,
+            memUsed=sample.usage.memory_bytes,
+            memTotal=resources.memory_mb * MIB,
+            memCache=sample.usage.memory_cache_bytes,
+            diskUsed=sample.usage.disk_bytes,
+            diskTotal=resources.disk_mb * MIB,
+        )
+
+
+class TemplateInfo(BaseModel):
+    templateID: str
+    buildID: str
+    aliases: list[str]
+    names: list[str]
+    public: bool = False
+    cpuCount: int
+    memoryMB: int
+    diskSizeMB: int
+    createdAt: datetime
+    updatedAt: datetime
+    createdBy: None = None
+    lastSpawnedAt: None = None
+    spawnCount: int = 0
+    buildCount: int = 1
+    buildStatus: str = "ready"
+    envdVersion: str = ENVD_VERSION
+
+    @classmethod
+    def of(cls, template: TemplateView, resources: Resources) -> TemplateInfo:
+        created = datetime.fromtimestamp(template.created_at, UTC)
+        return cls(
+            templateID=template.template_id,
+            buildID=template.template_id,
+            aliases=[template.name],
+            names=[template.name],
+            cpuCount=cpu_count(resources),
+            memoryMB=resources.memory_mb,
+            diskSizeMB=resources.disk_mb,
+            createdAt=created,
+            updatedAt=created,
+        )
+
+
+class TemplateAlias(BaseModel):
+    templateID: str
+    public: bool = False
+
+
+class Capacity(BaseModel):
+    maxSandboxes: int
+    running: int
+    warm: int
+    free: int
+    reasonsIfZero: list[str]
+
+
+class Swept(BaseModel):
+    sandboxIDs: list[str]
+
+
+class ErrorBody(BaseModel):
+    code: int
+    message: str
+    error_code: str | None = None
+
+
+def cpu_count(resources: Resources) -> int:
+    return max(round(resources.cpu), 1)

@@ -1,0 +1,191 @@
+"""`/sandboxes`: E2B's REST API, both generations."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from sandyard.errors import BadRequest, DeathReason, SandboxDied, SandyardError, Unsupported
+from sandyard.sandboxes import CreateRequest, Sandbox
+from sandyard.server.control.context import Context, Here, Tenant
+from sandyard.server.control.listing import page, parse_metadata, parse_query
+from sandyard.server.control.models import (
+    ConnectSandbox,
+    ListedSandbox,
+    NewSandbox,
+    Refresh,
+    SandboxDetail,
+    SandboxMetric,
+    SandboxView,
+    SetTimeout,
+)
+
+LEASE_KEY = "sandyard.lease"
+IDLE_KEY = "sandyard.idle_timeout"
+
+router = APIRouter(tags=["sandboxes"])
+
+
+@router.post("/sandboxes", status_code=201)
+async def create(body: NewSandbox, here: Here, tenant: Tenant) -> SandboxView:
+    """Start a sandbox. Without `secure` its envd needs no token."""
+    return await _create(body, here, tenant, secured=body.secure)
+
+
+@router.post("/v2/sandboxes", status_code=201)
+async def create_v2(body: NewSandbox, here: Here, tenant: Tenant) -> SandboxView:
+    """Start a sandbox whose envd needs its token."""
+    return await _create(body, here, tenant, secured=True)
+
+
+@router.post("/sandboxes/{sandbox_id}/connect")
+@router.post("/v2/sandboxes/{sandbox_id}/connect")
+async def connect(sandbox_id: str, here: Here, tenant: Tenant, body: ConnectSandbox | None = None) -> SandboxView:
+    """Find a running sandbox and let it live at least `timeout` seconds from now."""
+    sandbox = here.manager.get(tenant, sandbox_id)
+    timeout = body.timeout if body is not None and body.timeout is not None else here.manager.settings.sandbox.timeout
+    await here.manager.set_timeout(sandbox, timeout, only_extend=True)
+    return _view(here, sandbox)
+
+
+@router.get("/v2/sandboxes")
+async def list_v2(
+    here: Here,
+    tenant: Tenant,
+    response: Response,
+    metadata: str | None = None,
+    state: Annotated[list[str] | None, Query()] = None,
+    order: str | None = None,
+    startedAfter: str | None = None,
+    template: str | None = None,
+    limit: int | None = None,
+    nextToken: str | None = None,
+) -> list[ListedSandbox]:
+    """One page of sandboxes; `X-Next-Token` leads to the next."""
+    running = here.manager.all(tenant)
+    found, token = page(running, parse_query(metadata, state, order, startedAfter, template, limit, nextToken))
+    response.headers["X-Total-Running"] = str(len(running))
+    if token is not None:
+        response.headers["X-Next-Token"] = token
+    return [ListedSandbox(**ListedSandbox.fields_of(sandbox)) for sandbox in found]
+
+
+@router.get("/sandboxes", deprecated=True)
+async def list_v1(here: Here, tenant: Tenant, metadata: str | None = None) -> list[ListedSandbox]:
+    """All running sandboxes, the newest first."""
+    wanted = parse_metadata(metadata).items()
+    found = [s for s in here.manager.all(tenant) if wanted <= dict(s.metadata).items()]
+    found.sort(key=lambda s: (s.started_at, s.id), reverse=True)
+    return [ListedSandbox(**ListedSandbox.fields_of(sandbox)) for sandbox in found]
+
+
+@router.get("/sandboxes/metrics")
+async def metrics_of_many(here: Here, tenant: Tenant, sandbox_ids: str) -> dict[str, dict[str, SandboxMetric]]:
+    """The newest sample of each sandbox that runs."""
+    wanted = set(sandbox_ids.split(","))
+    return {
+        "sandboxes": {
+            sandbox.id: SandboxMetric.of(await here.usage.now(sandbox), sandbox.resources)
+            for sandbox in here.manager.all(tenant)
+            if sandbox.id in wanted
+        }
+    }
+
+
+@router.get("/sandboxes/{sandbox_id}")
+async def info(sandbox_id: str, here: Here, tenant: Tenant) -> SandboxDetail:
+    """A running sandbox. For one that died lately: 404 with its reason in `error_code`."""
+    sandbox = here.manager.get(tenant, sandbox_id)
+    token = here.tokens.of(sandbox.id) if sandbox.secured else None
+    domain = here.manager.settings.server.domain
+    return SandboxDetail(**ListedSandbox.fields_of(sandbox), envdAccessToken=token, domain=domain)
+
+
+@router.delete("/sandboxes/{sandbox_id}", status_code=204)
+async def kill(sandbox_id: str, here: Here, tenant: Tenant) -> None:
+    """Destroy a sandbox; answers when nothing is left of it."""
+    sandbox = here.manager.get(tenant, sandbox_id)
+    await here.manager.kill(sandbox.id, DeathReason.KILLED, "killed by its owner")
+
+
+@router.post("/sandboxes/{sandbox_id}/timeout", status_code=204)
+async def set_timeout(sandbox_id: str, body: SetTimeout, here: Here, tenant: Tenant) -> None:
+    """Set the lifetime from now on; 0 or less ends it now."""
+    await here.manager.set_timeout(here.manager.get(tenant, sandbox_id), body.timeout)
+
+
+@router.post("/sandboxes/{sandbox_id}/refreshes", status_code=204)
+async def refresh(sandbox_id: str, here: Here, tenant: Tenant, body: Refresh | None = None) -> None:
+    """Let the sandbox live at least `duration` seconds from now (default: the default lifetime)."""
+    sandbox = here.manager.get(tenant, sandbox_id)
+    duration = body.duration if body is not None and body.duration is not None else None
+    seconds = here.manager.settings.sandbox.timeout if duration is None else duration
+    await here.manager.set_timeout(sandbox, seconds, only_extend=True)
+
+
+@router.get("/sandboxes/{sandbox_id}/metrics")
+async def metrics(
+    sandbox_id: str, here: Here, tenant: Tenant, start: float | None = None, end: float | None = None
+) -> list[SandboxMetric]:
+    """Samples of the last hour, within `start` and `end` (seconds since the epoch)."""
+    sandbox = here.manager.get(tenant, sandbox_id)
+    samples = await here.usage.between(sandbox, start, end)
+    return [SandboxMetric.of(sample, sandbox.resources) for sample in samples]
+
+
+@router.post("/sandboxes/{sandbox_id}/pause")
+@router.post("/sandboxes/{sandbox_id}/resume")
+@router.post("/sandboxes/{sandbox_id}/fork")
+@router.post("/sandboxes/{sandbox_id}/snapshots")
+@router.put("/sandboxes/{sandbox_id}/network")
+async def unsupported(sandbox_id: str, here: Here, tenant: Tenant) -> None:
+    """Not offered by this runtime; nothing happens to the sandbox."""
+    here.manager.get(tenant, sandbox_id)
+    raise Unsupported(
+        f"runtime {here.manager.runtime.name} cannot pause, resume, fork, snapshot or change the network of a sandbox"
+    )
+
+
+async def _create(body: NewSandbox, here: Context, tenant: str, *, secured: bool) -> SandboxView:
+    try:
+        sandbox = await here.manager.create(_request(body, here, tenant, secured))
+    except SandyardError as error:
+        here.metrics.refused(404 if isinstance(error, SandboxDied) else error.http_status)
+        raise
+    return _view(here, sandbox)
+
+
+def _request(body: NewSandbox, here: Context, tenant: str, secured: bool) -> CreateRequest:
+    timeout = here.manager.settings.sandbox.timeout if body.timeout is None else float(body.timeout)
+    if timeout <= 0:
+        raise BadRequest(f"timeout: {body.timeout} is not more than 0 seconds", field="timeout")
+    for name, value in (("autoPause", body.autoPause), ("mcp", body.mcp), ("volumeMounts", body.volumeMounts)):
+        if value:
+            raise Unsupported(f"{name}: not supported by runtime {here.manager.runtime.name}")
+    idle = body.metadata.get(IDLE_KEY)
+    return CreateRequest(
+        tenant=tenant,
+        template=body.templateID,
+        timeout=timeout,
+        metadata=body.metadata,
+        envs=body.envVars,
+        secured=secured,
+        lease_id=body.metadata.get(LEASE_KEY),
+        idle_timeout=_idle(idle) if idle is not None else None,
+    )
+
+
+def _idle(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise BadRequest(f"metadata.{IDLE_KEY}: '{value}' is not a number of seconds", field=f"metadata.{IDLE_KEY}")
+    return seconds
+
+
+def _view(here: Context, sandbox: Sandbox) -> SandboxView:
+    token = here.tokens.of(sandbox.id) if sandbox.secured else None
+    return SandboxView.of(sandbox, token, here.manager.settings.server.domain)

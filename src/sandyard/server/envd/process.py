@@ -1,0 +1,245 @@
+"""`process.Process`: run commands and terminals, listen to them, feed them, signal them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import signal
+from collections.abc import AsyncIterator
+
+from sandyard.errors import GuestError, GuestErrorCode
+from sandyard.guest.base import ProcessSpec, PtySize
+from sandyard.server.envd.call import Aborted, Call, unknown_user
+from sandyard.server.envd.connect import Message, RpcError, flag, frame, number, record, text
+from sandyard.server.envd.sessions import DEADLINE, KEEPALIVE, Session, Subscriber
+
+KEEPALIVE_SECONDS = 90.0
+_SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL, "15": 15, "9": 9}
+
+
+async def start(call: Call, message: Message) -> None:
+    config = record(message, "process")
+    session = await _spawn(call, config, message)
+    await _stream(call, session, owner=True)
+
+
+async def connect(call: Call, message: Message) -> None:
+    session = await call.guest.sessions.find(call.sandbox.agent, *_selector(message))
+    await _stream(call, session, owner=False)
+
+
+async def list_processes(call: Call, _message: Message) -> Message:
+    running = set(await call.sandbox.agent.processes())
+    known = {session.pid: session for session in call.guest.sessions.running()}
+    processes = []
+    for pid in sorted(running):
+        session = known.get(pid)
+        entry: Message = {"pid": pid, "config": dict(session.config) if session else {"cmd": ""}}
+        if session is not None and session.tag:
+            entry["tag"] = session.tag
+        processes.append(entry)
+    return {"processes": processes}
+
+
+async def update(call: Call, message: Message) -> Message:
+    session = await _running(call, message)
+    if message.get("pty"):
+        await session.process.resize(_pty(record(message, "pty")))
+    return {}
+
+
+async def send_input(call: Call, message: Message) -> Message:
+    session = await _running(call, message)
+    await session.process.write_stdin(_input(message))
+    return {}
+
+
+async def stream_input(call: Call, messages: AsyncIterator[Message]) -> Message:
+    session: Session | None = None
+    async for message in messages:
+        if "start" in message:
+            session = await _running(call, record(message, "start"))
+        elif "data" in message:
+            if session is None:
+                raise RpcError("invalid_argument", "the first message of the stream must be 'start'")
+            await session.process.write_stdin(_input(record(message, "data")))
+    return {}
+
+
+async def send_signal(call: Call, message: Message) -> Message:
+    wanted = _SIGNALS.get(str(message.get("signal", "")))
+    if wanted is None:
+        raise RpcError("invalid_argument", f"invalid signal: {message.get('signal')!r}")
+    session = await _running(call, message)
+    try:
+        if wanted == signal.SIGKILL:
+            await session.kill()
+        else:
+            await session.process.signal(wanted)
+    except GuestError as error:
+        if error.code is GuestErrorCode.NOT_FOUND:
+            raise RpcError("not_found", f"process with pid {session.pid} has ended") from error
+        raise
+    return {}
+
+
+async def close_stdin(call: Call, message: Message) -> Message:
+    session = await _running(call, message)
+    await session.process.close_stdin()
+    return {}
+
+
+async def _spawn(call: Call, config: Message, message: Message) -> Session:
+    command = text(config, "cmd")
+    if not command:
+        raise RpcError("invalid_argument", "process.cmd is missing")
+    user = call.user_name()
+    try:
+        process = await call.sandbox.agent.spawn(
+            ProcessSpec(
+                argv=[command, *_strings(config, "args")],
+                env=_environment(call, config),
+                cwd=await _cwd(call, text(config, "cwd")),
+                user=user,
+                stdin=flag(message, "stdin", True),
+                pty=_pty(record(message, "pty")) if message.get("pty") else None,
+            )
+        )
+    except GuestError as error:
+        raise _spawn_error(error, user, command) from error
+    tag = text(message, "tag") or None
+    session = call.guest.sessions.add(process, config, tag)
+    return session
+
+
+def _spawn_error(error: GuestError, user: str, command: str) -> RpcError:
+    if error.code is GuestErrorCode.NO_USER:
+        return unknown_user(user)
+    if error.code is GuestErrorCode.LIMIT:
+        return RpcError("resource_exhausted", f"cannot start {command}: {error}")
+    return RpcError("invalid_argument", f"cannot start {command}: {error}")
+
+
+def _environment(call: Call, config: Message) -> dict[str, str]:
+    sandbox = call.sandbox
+    wanted = record(config, "envs")
+    if not all(isinstance(value, str) for value in wanted.values()):
+        raise RpcError("invalid_argument", "process.envs must map names to strings")
+    return {
+        **sandbox.defaults.env,
+        **sandbox.envs,
+        "E2B_SANDBOX": "true",
+        "E2B_SANDBOX_ID": sandbox.id,
+        "E2B_TEMPLATE_ID": sandbox.template_id,
+        **wanted,
+    }
+
+
+async def _cwd(call: Call, cwd: str) -> str | None:
+    if not cwd:
+        return call.sandbox.defaults.workdir
+    if cwd.startswith("/"):
+        return cwd
+    return await call.guest.path(await call.user(), cwd)
+
+
+async def _stream(call: Call, session: Session, *, owner: bool) -> None:
+    """Send events until the process ends, the deadline passes, or the client or the sandbox is gone.
+
+    The owner's deadline is the process's own and outlives this request."""
+    loop = asyncio.get_running_loop()
+    subscriber = session.subscribe()
+    seconds = _deadline(call)
+    if owner:
+        session.start(call.guest.sessions, seconds)
+    gone = asyncio.ensure_future(_disconnected(call))
+    gone.add_done_callback(lambda _: subscriber.close())
+    pulse = _Pulse(subscriber, _keepalive_interval(call))
+    timer = None if owner or seconds is None else loop.call_later(seconds, subscriber.finish, DEADLINE)
+    try:
+        await call.start(b"application/connect+json")
+        await call.write(frame(b'{"event":{"start":{"pid":%d}}}' % session.pid))
+        done = False
+        while not done:
+            data, done = await subscriber.next()
+            if subscriber.closed:
+                break
+            await (call.finish(data) if done else call.write(data))
+        if subscriber.aborted:
+            raise Aborted
+    finally:
+        gone.cancel()
+        pulse.stop()
+        if timer is not None:
+            timer.cancel()
+        session.unsubscribe(subscriber)
+
+
+class _Pulse:
+    """Pushes a keepalive now and then, so that a silent stream is not taken for a dead one."""
+
+    def __init__(self, subscriber: Subscriber, interval: float) -> None:
+        self._subscriber = subscriber
+        self._interval = interval
+        self._timer = asyncio.get_running_loop().call_later(interval, self._beat)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        self._subscriber.push(KEEPALIVE)
+        self._timer = asyncio.get_running_loop().call_later(self._interval, self._beat)
+
+
+async def _disconnected(call: Call) -> None:
+    while (await call.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _deadline(call: Call) -> float | None:
+    value = call.headers.get(b"connect-timeout-ms")
+    if value is None or not value.isdigit() or int(value) == 0:
+        return None
+    return int(value) / 1000
+
+
+def _keepalive_interval(call: Call) -> float:
+    value = call.headers.get(b"keepalive-ping-interval", b"")
+    return float(value) if value.isdigit() and int(value) > 0 else KEEPALIVE_SECONDS
+
+
+async def _running(call: Call, message: Message) -> Session:
+    return await call.guest.sessions.find_running(call.sandbox.agent, *_selector(message))
+
+
+def _selector(message: Message) -> tuple[int, str]:
+    selector = record(message, "process")
+    pid, tag = number(selector, "pid"), text(selector, "tag")
+    if not pid and not tag:
+        raise RpcError("invalid_argument", "process needs a pid or a tag")
+    return pid, tag
+
+
+def _input(message: Message) -> bytes:
+    value = record(message, "input")
+    data = value.get("stdin") or value.get("pty") or ""
+    try:
+        return base64.b64decode(data)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise RpcError("invalid_argument", "input is not base64") from error
+
+
+def _strings(message: Message, name: str) -> list[str]:
+    values = message.get(name) or []
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise RpcError("invalid_argument", f"{name} must be a list of strings")
+    return values
+
+
+def _pty(message: Message) -> PtySize:
+    size = record(message, "size")
+    rows, cols = number(size, "rows", 24), number(size, "cols", 80)
+    if not (0 < rows < 65536 and 0 < cols < 65536):
+        raise RpcError("invalid_argument", f"pty size {rows}x{cols} is out of range")
+    return PtySize(rows=rows, cols=cols)

@@ -1,0 +1,61 @@
+"""One server per state directory and per run directory: two would destroy each other's sandboxes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+
+from sandyard.errors import Conflict, HostError
+
+LOCK_FILE = "server.lock"
+
+
+class DirectoryLock:
+    """Held until closed or until the process dies, however it dies. The file says who holds it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `Conflict` naming the server that holds it, or `HostError`."""
+        self._path = directory / LOCK_FILE
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise HostError(
+                f"directory {directory}: {error.strerror}", remedy="run as root or set paths.state"
+            ) from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = self._holder()
+            os.close(self._descriptor)
+            raise Conflict(
+                f"a server already runs on {directory}{holder}",
+                remedy="use that one, stop it, or set another paths.state",
+            ) from error
+
+    def describe(self, url: str) -> None:
+        """Leave word for whoever comes next."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "url": url}).encode(), 0)
+
+    def close(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+    def __enter__(self) -> DirectoryLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _holder(self) -> str:
+        try:
+            known = json.loads(self._path.read_text())
+            return f" (pid {known['pid']}, {known['url']})"
+        except (OSError, ValueError, KeyError, TypeError):
+            return " (it is still starting)"

@@ -1,0 +1,55 @@
+"""Prometheus metrics of one server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from sandyard.errors import SandboxDied
+from sandyard.sandboxes import Sandbox, SandboxManager
+
+_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class _Places(Collector):
+    """Read from the manager when asked, so that they are never stale."""
+
+    def __init__(self, manager: SandboxManager) -> None:
+        self._manager = manager
+
+    def collect(self) -> Iterator[Metric]:
+        figures = {
+            "running": len(self._manager.all()),
+            "warm": self._manager.pool.ready,
+            "places": self._manager.admission.max_count,
+        }
+        for name, value in figures.items():
+            yield GaugeMetricFamily(f"sandyard_sandboxes_{name}", f"Sandboxes: {name}", value=value)
+
+
+class Metrics:
+    def __init__(self, manager: SandboxManager) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Places(manager))
+        self._creates = Histogram(
+            "sandyard_create_seconds", "Time to make a sandbox", ["kind"], registry=self._registry, buckets=_BUCKETS
+        )
+        self._deaths = Counter("sandyard_deaths", "Sandboxes that died", ["reason"], registry=self._registry)
+        self._refused = Counter("sandyard_refused", "Creates refused", ["status"], registry=self._registry)
+        manager.on_create.append(self._created)
+        manager.on_death.append(self._died)
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _created(self, kind: str, seconds: float) -> None:
+        self._creates.labels(kind).observe(seconds)
+
+    def _died(self, _sandbox: Sandbox, death: SandboxDied) -> None:
+        self._deaths.labels(death.reason.value).inc()
