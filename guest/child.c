@@ -158,12 +158,13 @@ static char **strings(struct reader *r, uint32_t count, size_t spare)
 
 static char **environment(struct launch *l, const struct user *user)
 {
-	char **env = strings(&l->env, l->envc, 5), **end = env + l->envc;
+	char **env = strings(&l->env, l->envc, 6), **end = env + l->envc;
 
 	end = add(env, end, "HOME", user->home);
 	end = add(env, end, "USER", user->name);
 	end = add(env, end, "LOGNAME", user->name);
 	end = add(env, end, "SHELL", user->shell);
+	end = add(env, end, "LANG", "C.UTF-8");
 	add(env, end, "PATH", DEFAULT_PATH);
 	return env;
 }

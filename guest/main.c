@@ -42,7 +42,8 @@ static void on_signal(struct source *source, uint32_t events)
 
 	(void)events;
 	while (read(source->fd, &info, sizeof info) == (ssize_t)sizeof info)
-		if (info.ssi_signo != SIGCHLD)
+		/* As PID 1 only the host may end us: a sender inside the pid namespace has a pid here, it has none. */
+		if (info.ssi_signo != SIGCHLD && (getpid() != 1 || info.ssi_pid == 0))
 			shut_down();
 	proc_reap();
 }

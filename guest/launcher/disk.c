@@ -1,5 +1,4 @@
 /* The disk of one sandbox: a sparse image, cloned, attached and mounted. */
-#define _GNU_SOURCE
 #include "launch.h"
 
 #include <errno.h>
@@ -136,22 +135,3 @@ void write_new(const char *path, const char *owner, const char *text)
     close(fd);
 }
 
-/* `lower` is the escaped, colon-separated list of overlayfs. Volatile: what a sandbox syncs need
- * not survive the host, and a flood of fsync must not reach the host's disk. */
-void mount_overlay(const char *lower, const char *upper, const char *work, const char *where)
-{
-    static char options[4096];
-    static const char *const extras[] = {",index=off,metacopy=off,volatile", ",index=off,metacopy=off", ""};
-    for (size_t i = 0; i < sizeof extras / sizeof *extras; i++) {
-        int n = snprintf(options, sizeof options, "lowerdir=%s,upperdir=%s,workdir=%s%s", lower, upper, work, extras[i]);
-        if (n >= (int)sizeof options) {
-            errno = E2BIG;
-            break;
-        }
-        if (mount("overlay", where, "overlay", MS_NODEV | MS_NOATIME, options) == 0)
-            return;
-        if (errno != EINVAL)
-            break;
-    }
-    fail("rootfs", "mount overlay");
-}

@@ -6,13 +6,12 @@
  *
  *   sandyard-launch --parent PID --lock FILE [--unmount DIR]...
  *                   [--clone TEMPLATE IMAGE] [--loop IMAGE DIR]
- *                   [--write FILE OWNER TEXT]... --overlay LOWER UPPER WORK DIR [--fd N]
- *                   -- ENGINE ARG...
+ *                   [--write FILE OWNER TEXT]... [--lower DIR]... --overlay UPPER WORK DIR
+ *                   [--fd N] -- ENGINE ARG...
  *
- * Steps run in the order they are given. `--fd N` becomes descriptor 3 of the engine. Errors are
+ * Steps run in the order they are given; the topmost `--lower` comes first. `--fd N` becomes descriptor 3 of the engine. Errors are
  * one line on stderr, "STEP: what: why", exit status 125.
  */
-#define _GNU_SOURCE
 #include "launch.h"
 
 #include <errno.h>
@@ -102,7 +101,7 @@ static int arity(const char *option)
 {
     static const struct { const char *name; int words; } table[] = {
         {"--parent", 1}, {"--lock", 1}, {"--unmount", 1}, {"--clone", 2}, {"--loop", 2},
-        {"--write", 3}, {"--overlay", 4}, {"--fd", 1},
+        {"--write", 3}, {"--lower", 1}, {"--overlay", 3}, {"--fd", 1},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++)
         if (strcmp(option, table[i].name) == 0)
@@ -140,8 +139,10 @@ int main(int argc, char **argv)
             mount_image(word[0], word[1]);
         else if (strcmp(option, "--write") == 0)
             write_new(word[0], word[1], word[2]);
+        else if (strcmp(option, "--lower") == 0)
+            add_lower(word[0]);
         else if (strcmp(option, "--overlay") == 0)
-            mount_overlay(word[0], word[1], word[2], word[3]);
+            mount_overlay(word[0], word[1], word[2]);
         else
             fd = (int)strtol(word[0], NULL, 10);
         at += words + 1;

@@ -7,6 +7,7 @@ _Noreturn void fail(const char *step, const char *what);
 void clone_image(const char *from, const char *to);
 void mount_image(const char *image, const char *where);
 void write_new(const char *path, const char *owner, const char *text);
-void mount_overlay(const char *lower, const char *upper, const char *work, const char *where);
+void add_lower(const char *layer);
+void mount_overlay(const char *upper, const char *work, const char *where);
 
 #endif

@@ -68,8 +68,9 @@ class Start:
             steps += ["--loop", str(self.disk_home / "disk.img"), str(disk)]
         for name, text in _etc_files(self.spec.hostname).items():
             steps += ["--write", str(disk / "upper" / "etc" / name), str(self.uid_base), text]
-        lower = ":".join(_escape(layer) for layer in self.spec.rootfs.layers)
-        steps += ["--overlay", lower, str(disk / "upper"), str(disk / "work"), str(rootfs), "--fd", str(descriptor)]
+        for layer in self.spec.rootfs.layers:
+            steps += ["--lower", str(layer)]
+        steps += ["--overlay", str(disk / "upper"), str(disk / "work"), str(rootfs), "--fd", str(descriptor)]
         return [str(launcher_binary()), *steps, "--", *self._engine_command()]
 
     def _engine_command(self) -> list[str]:
@@ -179,8 +180,3 @@ def _etc_files(hostname: str) -> dict[str, str]:
     """Files every sandbox needs for itself: sudo asks hosts, resolvers stop at once without a server."""
     hosts = f"127.0.0.1\tlocalhost {hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
     return {"hosts": hosts, "hostname": f"{hostname}\n", "resolv.conf": "# no network\n"}
-
-
-def _escape(layer: Path) -> str:
-    """As overlayfs reads its lowerdir list."""
-    return str(layer).replace("\\", "\\\\").replace(":", "\\:").replace(",", "\\,")
