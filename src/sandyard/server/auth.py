@@ -50,9 +50,7 @@ class Keys:
             tenant = await self._store.tenant_of(key_hash)
             if tenant is None:
                 self._known.pop(key_hash, None)
-                raise Unauthorized(
-                    "the API key is not known", remedy="the first one lies in the server's secrets/api-key"
-                )
+                raise Unauthorized("the API key is not known", remedy="see secrets/api-key in the server's state")
             self._known[key_hash] = (time.monotonic(), tenant)
         return tenant
 

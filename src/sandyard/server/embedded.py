@@ -123,9 +123,7 @@ class EmbeddedServer:
             watchdog.cancel()
         if not line:
             child.wait()
-            words = self.errors().splitlines()
-            raise HostError(
-                f"the embedded server did not start: {words[-1] if words else f'no answer in {self._ready_seconds:g} s'}"
-            )
+            words = self.errors().splitlines() or [f"no answer in {self._ready_seconds:g} s"]
+            raise HostError(f"the embedded server did not start: {words[-1]}")
         ready: dict[str, Any] = json.loads(line)
         return ready

@@ -31,10 +31,8 @@ class DirectoryLock:
         except BlockingIOError as error:
             holder = self._holder()
             os.close(self._descriptor)
-            raise Conflict(
-                f"a server already runs on {directory}{holder}",
-                remedy="use that one, stop it, or set another paths.state",
-            ) from error
+            remedy = "use that one, stop it, or set other paths.state and paths.run"
+            raise Conflict(f"a server already runs on {directory}{holder}", remedy=remedy) from error
 
     def describe(self, url: str) -> None:
         """Leave word for whoever comes next."""

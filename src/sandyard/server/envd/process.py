@@ -153,9 +153,9 @@ async def _stream(call: Call, session: Session, *, owner: bool) -> None:
     seconds = _deadline(call)
     if owner:
         session.start(call.guest.sessions, seconds)
-    gone = asyncio.ensure_future(_disconnected(call))
+    gone = asyncio.ensure_future(disconnected(call))
     gone.add_done_callback(lambda _: subscriber.close())
-    pulse = _Pulse(subscriber, _keepalive_interval(call))
+    pulse = _Pulse(subscriber, keepalive_interval(call))
     timer = None if owner or seconds is None else loop.call_later(seconds, subscriber.finish, DEADLINE)
     try:
         await call.start(b"application/connect+json")
@@ -192,7 +192,7 @@ class _Pulse:
         self._timer = asyncio.get_running_loop().call_later(self._interval, self._beat)
 
 
-async def _disconnected(call: Call) -> None:
+async def disconnected(call: Call) -> None:
     while (await call.receive())["type"] != "http.disconnect":
         pass
 
@@ -204,7 +204,7 @@ def _deadline(call: Call) -> float | None:
     return int(value) / 1000
 
 
-def _keepalive_interval(call: Call) -> float:
+def keepalive_interval(call: Call) -> float:
     value = call.headers.get(b"keepalive-ping-interval", b"")
     return float(value) if value.isdigit() and int(value) > 0 else KEEPALIVE_SECONDS
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import parse_qsl
 
 from sandyard.errors import BadRequest, SandyardError, Unsupported
-from sandyard.server.envd import files, filesystem, process
+from sandyard.server.envd import files, filesystem, process, watching
 from sandyard.server.envd.call import Aborted, Call
 from sandyard.server.envd.connect import (
     FRAME_LIMIT,
@@ -39,10 +39,14 @@ UNARY: dict[str, Unary] = {
     "/filesystem.Filesystem/Move": filesystem.move,
     "/filesystem.Filesystem/ListDir": filesystem.list_dir,
     "/filesystem.Filesystem/Remove": filesystem.remove,
+    "/filesystem.Filesystem/CreateWatcher": watching.create_watcher,
+    "/filesystem.Filesystem/GetWatcherEvents": watching.get_watcher_events,
+    "/filesystem.Filesystem/RemoveWatcher": watching.remove_watcher,
 }
 SERVER_STREAMS: dict[str, ServerStream] = {
     "/process.Process/Start": process.start,
     "/process.Process/Connect": process.connect,
+    "/filesystem.Filesystem/WatchDir": watching.watch_dir,
 }
 CLIENT_STREAMS: dict[str, ClientStream] = {"/process.Process/StreamInput": process.stream_input}
 
