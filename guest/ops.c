@@ -45,21 +45,20 @@ static void op_user(uint32_t id, struct reader *r)
 
 static int set_seed(const uint8_t *seed, uint32_t len)
 {
-	struct {
-		struct rand_pool_info info;
-		uint8_t data[512];
-	} pool = {0};
+	enum { SEED_MAX = 512 };
+	_Alignas(struct rand_pool_info) uint8_t buf[sizeof(struct rand_pool_info) + SEED_MAX];
+	struct rand_pool_info *pool = (struct rand_pool_info *)(void *)buf;
 	int fd, rc;
 
-	if (len > sizeof pool.data)
-		len = sizeof pool.data;
-	pool.info.entropy_count = (int)len * 8;
-	pool.info.buf_size = (int)len;
-	memcpy((uint8_t *)&pool + offsetof(struct rand_pool_info, buf), seed, len);
+	if (len > SEED_MAX)
+		len = SEED_MAX;
+	pool->entropy_count = (int)len * 8;
+	pool->buf_size = (int)len;
+	memcpy(buf + sizeof *pool, seed, len);
 	fd = open("/dev/urandom", O_RDWR | O_CLOEXEC | O_NONBLOCK);
 	if (fd < 0)
 		return errno;
-	rc = ioctl(fd, RNDADDENTROPY, &pool) < 0 ? errno : 0;
+	rc = ioctl(fd, RNDADDENTROPY, pool) < 0 ? errno : 0;
 	/* Without the right to credit entropy the seed can still be mixed in. */
 	if (rc && write(fd, seed, len) == (ssize_t)len)
 		rc = 0;

@@ -21,6 +21,7 @@ from sandyard.guest.base import (
     WatchEventType,
 )
 from sandyard.guest.client import LinkAgent, open_agent
+from sandyard.guest.memory import MemoryAgent
 
 __all__ = [
     "Agent",
@@ -29,6 +30,7 @@ __all__ = [
     "FileInfo",
     "FileType",
     "LinkAgent",
+    "MemoryAgent",
     "PortStream",
     "Process",
     "ProcessSpec",
