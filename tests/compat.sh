@@ -12,6 +12,6 @@ for version in 2.63.0 2.45.1; do
   [ -x "$venv/bin/python" ] || .venv/bin/python -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "e2b==$version"
   echo "== e2b $version"
-  .venv/bin/python -m sandyard.server.embedded -- "$venv/bin/python" "$checks/e2b_smoke.py" || failed=1
+  .venv/bin/sandyard serve -- "$venv/bin/python" "$checks/e2b_smoke.py" || failed=1
 done
 exit $failed

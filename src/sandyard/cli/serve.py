@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from typing import Annotated
 
 import typer
 
-from sandyard.config import load_settings
+from sandyard.config import Settings, load_settings
 
 
 def register(app: typer.Typer) -> None:
@@ -14,6 +16,9 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- CMD...]", help="serve only while CMD runs, with E2B_* set for it")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on [8000]; 0 takes a free one")] = None,
     allow_public: Annotated[
@@ -26,8 +31,6 @@ def serve(
     ] = False,
 ) -> None:
     """Serve the sandbox API. Stops gracefully on SIGTERM or Ctrl-C."""
-    from sandyard.server.serve import run_server
-
     flags = {
         "server.host": host,
         "server.port": port,
@@ -35,4 +38,17 @@ def serve(
         "sandbox.runtime": runtime,
         "sandbox.max_count": max_count,
     }
-    raise typer.Exit(run_server(load_settings(flags), keep_sandboxes=keep_sandboxes))
+    settings = load_settings(flags)
+    if command:
+        raise typer.Exit(_serve_for(command, settings))
+    from sandyard.server.serve import run_server
+
+    raise typer.Exit(run_server(settings, keep_sandboxes=keep_sandboxes))
+
+
+def _serve_for(command: list[str], settings: Settings) -> int:
+    """Run `command` beside a server of its own on a free port; returns its exit code."""
+    from sandyard.server.embedded import EmbeddedServer
+
+    with EmbeddedServer(settings) as server:
+        return subprocess.run(command, env=os.environ | server.environment(), check=False).returncode
