@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sandyard.errors import ConfigError, HostError
-from sandyard.train.policies.transformers import TransformersPolicy
+from sandyard.train.policies.transformers import TransformersPolicy, quiet_transformers
 
 SMOLLM2 = "smollm2"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -45,7 +45,8 @@ def load_policy(
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **arguments)
     ChatFormat(tokenizer, choose_template(tokenizer, chat_template))
     require_memory(directory, arguments.get("gguf_file"), dtype, device, trains_all=lora_rank == 0)
-    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype, **arguments)
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype, **arguments)
     model = model.to(device)
     if lora_rank:
         model = with_lora(model, lora_rank)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,23 @@ class TransformersPolicy(Policy):
         """Write model, tokenizer and the template in use (so that no option is needed to load it)."""
         directory.mkdir(parents=True, exist_ok=True)
         self.tokenizer.chat_template = self.chat.template
-        self.model.save_pretrained(directory)
+        with quiet_transformers():
+            self.model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the library's own progress bars, which would break ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def model_logprobs(
