@@ -33,37 +33,37 @@ class PathSettings(_Section):
 
 class ServerSettings(_Section):
     host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    port: int = Field(default=8000, ge=0, le=65535)
     allow_public: bool = False  # a public address without TLS is refused unless this is set
     database: str | None = None  # SQLAlchemy URL; default: SQLite under paths.state
-    drain_seconds: float = Field(10.0, ge=0)
+    drain_seconds: float = Field(default=10.0, ge=0)
     keep_sandboxes: bool = False  # a graceful stop leaves sandboxes running, to be adopted by the next start
     domain: str | None = None  # serve `{port}-{id}.{domain}` by Host header
 
 
 class SandboxSettings(_Section):
     runtime: Literal["container", "memory"] = "container"
-    cpu: float = Field(1.0, gt=0)
-    memory_mb: int = Field(512, ge=16)
-    disk_mb: int = Field(1024, ge=16)
-    pids: int = Field(256, ge=8)
-    timeout: float = Field(300.0, gt=0)  # default lifetime, seconds
-    max_timeout: float = Field(86400.0, gt=0)
-    max_count: int = Field(0, ge=0)  # 0: from the host's memory
-    memory_overcommit: float = Field(8.0, ge=1)  # sum of memory limits over the host's memory
-    start_concurrency: int = Field(0, ge=0)  # 0: number of cores
+    cpu: float = Field(default=1.0, gt=0)
+    memory_mb: int = Field(default=512, ge=16)
+    disk_mb: int = Field(default=1024, ge=16)
+    pids: int = Field(default=256, ge=8)
+    timeout: float = Field(default=300.0, gt=0)  # default lifetime, seconds
+    max_timeout: float = Field(default=86400.0, gt=0)
+    max_count: int = Field(default=0, ge=0)  # 0: from the host's memory
+    memory_overcommit: float = Field(default=8.0, ge=1)  # sum of memory limits over the host's memory
+    start_concurrency: int = Field(default=0, ge=0)  # 0: number of cores
 
 
 class PoolSettings(_Section):
     """Warm pool per template."""
 
-    low: int = Field(2, ge=0)
-    high: int = Field(64, ge=0)
+    low: int = Field(default=2, ge=0)
+    high: int = Field(default=64, ge=0)
 
 
 class ContainerSettings(_Section):
     engine: Literal["auto", "crun", "runc", "runsc"] = "auto"
-    uid_base: int = Field(1_879_048_192, ge=65536)  # container uid 0 on the host
+    uid_base: int = Field(default=1_879_048_192, ge=65536)  # container uid 0 on the host
     disk: Literal["auto", "loop", "none"] = "auto"
 
 
