@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
 
 from sandyard.errors import TaskError, VerifierError
 from sandyard.tasks.base import Task
@@ -76,26 +75,24 @@ def read_results(job: RunnerJob, output: str) -> list[TestResult]:
         raise VerifierError(f"the runner gave no verdict ({len(lines)} lines of it)")
     body, count = (line[len(job.nonce) + 1 :] for line in lines)
     try:
-        results = [_one_result(index, entry) for index, entry in enumerate(json.loads(body)["results"])]
+        entries = [(int(number), str(outcome), str(detail)) for number, outcome, detail in json.loads(body)["results"]]
     except (ValueError, KeyError, TypeError) as error:
         raise VerifierError(f"the runner's verdict does not parse: {error}") from error
+    results = [_one_result(index, *entry) for index, entry in enumerate(entries)]
     passed = sum(result.outcome is TestOutcome.PASSED for result in results)
     if len(results) != job.total or count != f"TESTS_PASSED {passed} {job.total}":
         raise VerifierError(f"the runner's verdict contradicts itself: {count!r} for {job.total} tests")
     return results
 
 
-def _one_result(index: int, entry: Sequence[Any]) -> TestResult:
-    number, outcome, detail = entry
-    if number != index:
-        raise ValueError(f"result {number} in place {index}")
+def _one_result(index: int, number: int, outcome: str, detail: str) -> TestResult:
     if outcome == "setup":
         raise TaskError(f"the task's own setup code fails: {detail}")
     if outcome == "unsupported":
         raise TaskError(f"test {index} cannot be judged: {detail}")
-    if outcome == "broken":
-        raise VerifierError(f"test {index}: {detail}")
-    return TestResult(index, TestOutcome(outcome), str(detail)[:500])
+    if number != index or outcome not in set(TestOutcome):
+        raise VerifierError(f"test {index}: the runner says {number} {outcome}: {detail}")
+    return TestResult(index, TestOutcome(outcome), detail[:500])
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 import sys
 import types
@@ -58,6 +59,9 @@ class Box(Peer):
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", self.describe(value.__new__(value))[:2]]
         return super().export(value)
+
+    def resolve(self, tag: str, payload: Json) -> Any:
+        return importlib.import_module(payload) if tag == "module" else super().resolve(tag, payload)
 
     def stand_in(self, number: int, label: str) -> JudgeObject:
         return JudgeObject(self, number)

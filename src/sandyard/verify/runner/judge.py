@@ -128,6 +128,8 @@ class Judge(Peer):
     def export(self, value: Any) -> Json:
         if isinstance(value, Remote):
             return ["your", object.__getattribute__(value, "_remote")[1]]
+        if isinstance(value, types.ModuleType):
+            return ["module", value.__name__]
         if callable(value) or hasattr(type(value), "__next__"):
             return super().export(value)
         raise CannotCross(f"the test hands over a {type(value).__name__}")
