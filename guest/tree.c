@@ -15,11 +15,11 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-enum { ROUNDS = 64 };
+enum { STOP_MS = 300, KILL_MS = 1000 };
 
 struct member {
 	pid_t pid, parent, session;
-	bool marked, chosen;
+	bool marked, stopped, chosen;
 };
 
 static uint64_t next_mark;
@@ -60,7 +60,7 @@ static bool read_member(pid_t pid, uint64_t mark, struct member *m)
 	if (read_proc(pid, "stat", buf, sizeof buf) <= 0 || !(at = strrchr(buf, ')')) ||
 	    sscanf(at + 1, " %c %d %d %d", &state, &parent, &group, &session) != 4 || state == 'Z' || state == 'X')
 		return false;
-	*m = (struct member){.pid = pid, .parent = parent, .session = session};
+	*m = (struct member){.pid = pid, .parent = parent, .session = session, .stopped = state == 'T' || state == 't'};
 	if (read_proc(pid, "limits", buf, sizeof buf) > 0 && (at = strstr(buf, "Max realtime timeout")))
 		m->marked = strtoull(at + strlen("Max realtime timeout"), NULL, 10) == mark;
 	return true;
@@ -95,60 +95,63 @@ static struct member *scan(uint64_t mark, size_t *count)
 	return all;
 }
 
-static bool has_chosen_parent(const struct member *all, size_t n, pid_t parent)
+static int by_pid(const void *a, const void *b)
 {
-	for (size_t i = 0; i < n; i++)
-		if (all[i].chosen && all[i].pid == parent)
-			return true;
-	return false;
+	const struct member *x = a, *y = b;
+
+	return (x->pid > y->pid) - (x->pid < y->pid);
 }
 
-static size_t choose(struct member *all, size_t n, pid_t root)
+static bool has_chosen_parent(const struct member *all, size_t n, const struct member *m)
 {
-	size_t chosen = 0;
+	struct member key = {.pid = m->parent}, *parent = bsearch(&key, all, n, sizeof key, by_pid);
+
+	return parent && parent->chosen;
+}
+
+static void choose(struct member *all, size_t n, pid_t root)
+{
 	bool more = true;
 
-	for (size_t i = 0; i < n; i++) {
+	qsort(all, n, sizeof *all, by_pid);
+	for (size_t i = 0; i < n; i++)
 		all[i].chosen = all[i].marked || (root && (all[i].pid == root || all[i].session == root));
-		chosen += all[i].chosen;
-	}
 	while (more) {
 		more = false;
 		for (size_t i = 0; i < n; i++)
-			if (!all[i].chosen && has_chosen_parent(all, n, all[i].parent)) {
+			if (!all[i].chosen && has_chosen_parent(all, n, &all[i]))
 				all[i].chosen = more = true;
-				chosen++;
-			}
 	}
-	return chosen;
 }
 
+/* Returns how many processes it was sent to; a SIGSTOP only goes to those that run. */
 static size_t signal_tree(pid_t root, uint64_t mark, int number)
 {
-	size_t n, chosen;
+	size_t n, sent = 0;
 	struct member *all = scan(mark, &n);
 
-	chosen = all ? choose(all, n, root) : 0;
+	if (all)
+		choose(all, n, root);
 	for (size_t i = 0; i < n; i++)
-		if (all[i].chosen)
+		if (all[i].chosen && !(number == SIGSTOP && all[i].stopped)) {
 			kill(all[i].pid, number);
+			sent++;
+		}
 	free(all);
-	return chosen;
+	return sent;
 }
 
+/* A scan can miss what is forked meanwhile, but not twice: a stopped process forks no more. The
+ * limits in time are for trees whose members hang in the kernel, where neither signal arrives. */
 void tree_kill(pid_t root, uint64_t mark)
 {
-	size_t before = 0, now;
+	uint64_t begin = now_ms();
 
-	/* Stopped processes cannot fork, so the count stands still once all are stopped. */
-	for (int i = 0; i < ROUNDS; i++) {
-		now = signal_tree(root, mark, SIGSTOP);
-		if (now == before)
-			break;
-		before = now;
-	}
-	for (int i = 0; i < ROUNDS && signal_tree(root, mark, SIGKILL); i++)
-		usleep(200);
+	while (signal_tree(root, mark, SIGSTOP) && now_ms() - begin < STOP_MS)
+		usleep(100);
+	begin = now_ms();
+	while (signal_tree(root, mark, SIGKILL) && now_ms() - begin < KILL_MS)
+		usleep(100);
 	if (root) {
 		kill(-root, SIGKILL);
 		kill(root, SIGKILL);
