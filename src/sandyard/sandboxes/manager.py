@@ -309,8 +309,8 @@ class SandboxManager:
         for listener in self.on_death:
             listener(sandbox, death)
         try:
-            async with self._kills_at_once:
-                await asyncio.wait_for(self.runtime.destroy(sandbox.id), DESTROY_SECONDS)
+            async with self._kills_at_once, asyncio.timeout(DESTROY_SECONDS):
+                await self.runtime.destroy(sandbox.id)
         except (SandyardError, TimeoutError) as error:
             log.error("sandbox could not be destroyed", sandbox=sandbox.id, error=str(error) or "timed out")
             self._stragglers.add(sandbox.id, lambda: self.admission.release(sandbox.resources))

@@ -151,8 +151,10 @@ class WarmPool:
         while True:
             delay = self._fill()
             self._wake.clear()
+            # Not wait_for: in Python 3.11 it can lose a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._wake.wait()
 
     def _fill(self) -> float:
         """Start what may be started now; the seconds after which to look again."""
@@ -180,11 +182,14 @@ class WarmPool:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._settled)
+
+    def _settled(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._wake.set()
 
     async def _trim(self) -> None:
         await self.evict()
-        self._wake.set()
 
     async def _make(self, shelf: Shelf) -> None:
         sandbox_id = new_id()
@@ -203,7 +208,6 @@ class WarmPool:
             if instance is None:
                 self._admission.release(shelf.key.resources)
             shelf.starting -= 1
-            self._wake.set()
 
     async def _watch(self, shelf: Shelf, instance: Instance) -> None:
         death = await instance.wait_dead()

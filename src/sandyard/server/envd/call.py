@@ -48,7 +48,8 @@ class Guest:
         if not isinstance(error, AgentLinkError):
             return False
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.dead.wait(), DEATH_GRACE_SECONDS)
+            async with asyncio.timeout(DEATH_GRACE_SECONDS):
+                await self.dead.wait()
         return self.dead.is_set()
 
     async def user(self, name: str) -> UserInfo:

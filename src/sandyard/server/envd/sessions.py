@@ -173,7 +173,8 @@ class Session:
         """SIGKILL to the whole tree; returns when the process is gone (or after two seconds)."""
         await self.process.signal(signal.SIGKILL)
         try:
-            await asyncio.wait_for(self.process.wait(), SIGKILL_SECONDS)
+            async with asyncio.timeout(SIGKILL_SECONDS):
+                await self.process.wait()
         except TimeoutError:
             log.warning("a killed process has not gone yet", pid=self.pid)
 

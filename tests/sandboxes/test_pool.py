@@ -1,0 +1,87 @@
+"""The warm pool: there when wanted, out of the way otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sandyard.errors import CapacityError, CreateFailed, DeathReason
+from sandyard.runtimes.memory import MemoryRuntime
+
+if TYPE_CHECKING:
+    from tests.sandboxes.conftest import OpenYard, Until, Wanted
+
+
+async def test_it_fills_to_its_low_mark_and_serves_from_there(
+    open_yard: OpenYard, wanted: Wanted, until: Until
+) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=2) as yard:
+        kinds: list[str] = []
+        yard.on_create.append(lambda kind, _seconds: kinds.append(kind))
+        await until(lambda: yard.pool.ready == 2)
+        warm = set(runtime.instances)
+        made = await yard.create(wanted())
+        assert made.id in warm
+        assert kinds == ["warm"]
+        await until(lambda: yard.pool.ready == 2)
+
+
+async def test_a_reservation_is_made_ahead_beyond_the_high_mark(
+    open_yard: OpenYard, wanted: Wanted, until: Until
+) -> None:
+    async with open_yard(MemoryRuntime(), low=0, high=2) as yard:
+        yard.reserve(yard.templates.get("base"), 12)
+        await until(lambda: yard.pool.ready == 12)
+        kinds: list[str] = []
+        yard.on_create.append(lambda kind, _seconds: kinds.append(kind))
+        await asyncio.gather(*(yard.create(wanted()) for _ in range(12)))
+        assert kinds == ["warm"] * 12
+
+
+async def test_the_aim_follows_bursts_up_to_the_high_mark(open_yard: OpenYard, wanted: Wanted, until: Until) -> None:
+    async with open_yard(MemoryRuntime(), low=1, high=5) as yard:
+        made = await asyncio.gather(*(yard.create(wanted()) for _ in range(9)))
+        assert len({s.id for s in made}) == 9
+        await until(lambda: yard.pool.ready == 5)
+
+
+async def test_warm_ones_make_room_for_whoever_needs_it(open_yard: OpenYard, wanted: Wanted, until: Until) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=2, max_count=2) as yard:
+        await until(lambda: yard.pool.ready == 2)
+        assert yard.capacity()["free"] == 2
+        await yard.create(wanted())
+        await yard.create(wanted())
+        with pytest.raises(CapacityError):
+            await yard.create(wanted())
+        assert yard.admission.count == 2
+        assert len(runtime.instances) == 2
+
+
+async def test_a_warm_one_that_dies_is_replaced(open_yard: OpenYard, until: Until) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=1) as yard:
+        await until(lambda: yard.pool.ready == 1)
+        [first] = runtime.instances
+        await runtime.instances[first].die(DeathReason.CRASHED)
+        await until(lambda: yard.pool.ready == 1 and first not in runtime.instances)
+        assert yard.admission.count == 1
+
+
+async def test_a_runtime_that_fails_is_not_hammered(open_yard: OpenYard) -> None:
+    runtime = MemoryRuntime()
+    runtime.fail_next.extend(CreateFailed("engine", "no") for _ in range(3))
+    async with open_yard(runtime, low=1) as yard:
+        await asyncio.sleep(0.2)
+        assert len(runtime.fail_next) == 2
+        assert yard.admission.count == 0
+
+
+async def test_stopping_destroys_them(open_yard: OpenYard, until: Until) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=3) as yard:
+        await until(lambda: yard.pool.ready == 3)
+    assert not runtime.instances
