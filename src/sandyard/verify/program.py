@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import marshal
 import secrets
 import struct
+import sys
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -97,10 +100,18 @@ def _one_result(index: int, number: int, outcome: str, detail: str) -> TestResul
 
 @cache
 def _program() -> bytes:
-    parts: list[tuple[str, str | None]] = [("sandyard", None), ("sandyard.verify", None), (_PACKAGE, None)]
-    source = resources.files(_PACKAGE)
-    parts += [(f"{_PACKAGE}.{name}", (source / f"{name}.py").read_text()) for name in _MODULES]
-    return _framed(parts)
+    """The runner's modules, compiled (spares the sandbox a third of its time where the Python is of
+    the same kind) and as source."""
+    package = resources.files(_PACKAGE)
+    sources = {f"{_PACKAGE}.{name}": (package / f"{name}.py").read_text() for name in _MODULES}
+    parents: list[tuple[str, None]] = [("sandyard", None), ("sandyard.verify", None), (_PACKAGE, None)]
+    compiled = [(name, compile(text, name, "exec", dont_inherit=True, optimize=2)) for name, text in sources.items()]
+    blobs = [
+        str(sys.implementation.cache_tag).encode(),
+        zlib.compress(marshal.dumps([*parents, *compiled])),
+        zlib.compress(marshal.dumps([*parents, *sources.items()])),
+    ]
+    return struct.pack(">III", *(len(blob) for blob in blobs)) + b"".join(blobs)
 
 
 def _framed(message: object) -> bytes:

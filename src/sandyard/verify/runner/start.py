@@ -1,10 +1,11 @@
 """The first lines of the runner, given to `python3 -I -c`: the program's modules follow on stdin."""
 
-import json
+import marshal
 import os
 import struct
 import sys
 import types
+import zlib
 
 
 def read_exactly(length: int) -> bytes:
@@ -19,14 +20,22 @@ def read_exactly(length: int) -> bytes:
 
 
 def start() -> None:
-    (length,) = struct.unpack(">I", read_exactly(4))
-    for name, source in json.loads(read_exactly(length)):
+    """Load the modules and run. Their compiled form is used where it is of this Python's own kind."""
+    tag_length, compiled_length, source_length = struct.unpack(">III", read_exactly(12))
+    tag = read_exactly(tag_length)
+    compiled, source = read_exactly(compiled_length), read_exactly(source_length)
+    if tag.decode() == sys.implementation.cache_tag:
+        program = marshal.loads(zlib.decompress(compiled))
+    else:
+        program = marshal.loads(zlib.decompress(source))
+    for name, body in program:
         module = types.ModuleType(name)
         sys.modules[name] = module
-        if source is None:
+        if body is None:
             module.__path__ = []
         else:
-            exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+            code = compile(body, name, "exec", dont_inherit=True) if isinstance(body, str) else body
+            exec(code, module.__dict__)
     sys.modules["sandyard.verify.runner.main"].__dict__["main"]()
 
 
