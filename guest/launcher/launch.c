@@ -4,7 +4,7 @@
  * else, and becomes the engine. Whatever dies afterwards, at any step, the kernel takes every mount
  * and the loop device with it: nothing can be left on the host.
  *
- *   sandyard-launch --parent PID --lock FILE [--unmount DIR]...
+ *   sandyard-launch --parent PID [--unmount DIR]...
  *                   [--clone TEMPLATE IMAGE] [--loop IMAGE DIR]
  *                   [--write FILE OWNER TEXT]... [--lower DIR]... --overlay UPPER WORK DIR
  *                   [--fd N] -- ENGINE ARG...
@@ -21,7 +21,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -42,18 +41,6 @@ static void die_with(const char *parent)
         errno = ESRCH;
         fail("parent", parent);
     }
-}
-
-/* Held by this program and then by the engine, never by the sandbox: free means nobody is making it. */
-static void hold_lock(const char *path)
-{
-    char line[32];
-    int fd = open(path, O_RDWR | O_CREAT, 0600); /* survives exec on purpose */
-    if (fd < 0 || flock(fd, LOCK_EX | LOCK_NB) != 0)
-        fail("lock", path);
-    int n = snprintf(line, sizeof line, "%d\n", (int)getpid());
-    if (ftruncate(fd, 0) != 0 || write(fd, line, (size_t)n) != n)
-        fail("lock", path);
 }
 
 static void private_mounts(void)
@@ -100,7 +87,7 @@ static void become(char **engine, int fd)
 static int arity(const char *option)
 {
     static const struct { const char *name; int words; } table[] = {
-        {"--parent", 1}, {"--lock", 1}, {"--unmount", 1}, {"--clone", 2}, {"--loop", 2},
+        {"--parent", 1}, {"--unmount", 1}, {"--clone", 2}, {"--loop", 2},
         {"--write", 3}, {"--lower", 1}, {"--overlay", 3}, {"--fd", 1},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++)
@@ -128,8 +115,6 @@ int main(int argc, char **argv)
         }
         if (strcmp(option, "--parent") == 0)
             die_with(word[0]);
-        else if (strcmp(option, "--lock") == 0)
-            hold_lock(word[0]);
         else if (strcmp(option, "--unmount") == 0) {
             if (umount2(word[0], MNT_DETACH) != 0 && errno != EINVAL && errno != ENOENT)
                 fail("unmount", word[0]);

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +20,7 @@ from sandyard.runtimes.container.disk import DiskKind
 
 START_TIMEOUT = 30.0
 _LAUNCHER_FAILED = 125
+_MARK = "SANDYARD_MAKING"  # in the environment of launcher and engine: the run directory of the sandbox
 _STAGES = {"disk", "rootfs", "engine"}
 
 
@@ -50,7 +51,7 @@ class Start:
     engine_root: Path
     unmount: Sequence[Path]
     mounts: Path
-    home: Path  # the bundle, and where lock, log and pid go
+    home: Path  # the bundle, and where log and pid go
     disk_home: Path
     disk: DiskKind
     clone: Sequence[str]  # the launcher's arguments that make the disk's image
@@ -60,7 +61,7 @@ class Start:
     def command(self, descriptor: int) -> list[str]:
         rootfs = self.mounts / "rootfs"
         disk = self.disk_home if self.disk == "none" else self.mounts / "disk"
-        steps = ["--parent", str(os.getpid()), "--lock", str(self.home / "lock")]
+        steps = ["--parent", str(os.getpid())]
         for path in self.unmount:
             steps += ["--unmount", str(path)]
         steps += self.clone
@@ -105,15 +106,13 @@ def _run(plan: Start, command: list[str], descriptor: int) -> None:
         pass_fds=[descriptor],
         start_new_session=True,  # the terminal's Ctrl-C is for the server, which then cleans up
         cwd="/",
+        env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", _MARK: str(plan.home)},
     )
-    try:
-        _, errors = process.communicate(timeout=START_TIMEOUT)
-    except subprocess.TimeoutExpired as error:
-        raise CreateFailed("engine", f"{plan.engine.name} did not return in {START_TIMEOUT:.0f} s") from error
-    finally:
-        if process.poll() is None:
+    with process:
+        if not _ended(process.pid, START_TIMEOUT):
             process.kill()
-            process.communicate()
+            raise CreateFailed("engine", f"{plan.engine.name} did not return in {START_TIMEOUT:.0f} s")
+        errors = process.stderr.read() if process.stderr else b""
     if process.returncode == 0:
         return
     message = errors.decode(errors="replace").strip()
@@ -123,44 +122,44 @@ def _run(plan: Start, command: list[str], descriptor: int) -> None:
     raise CreateFailed("engine", f"{plan.engine.name}: {_last_error(plan.home / 'engine.log', process.returncode)}")
 
 
-def stop_launcher(home: Path, deadline: float) -> None:
+def _ended(pid: int, timeout: float) -> bool:
+    """Wait for a child to end. `Popen.wait` with a timeout looks only every 50 ms."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+    finally:
+        os.close(pidfd)
+
+
+def stop_making(home: Path, deadline: float) -> None:
     """Kill whoever still makes the sandbox of `home`, and wait until it is gone. Blocking.
 
-    A launcher (then engine) holds the lock for as long as it lives. Raises `SandboxError`.
+    The launcher dies with its server, but an engine that detaches has forked by then. All of them
+    carry the mark in their environment, the sandbox itself does not. Raises `SandboxError`.
     """
-    try:
-        lock = open(home / "lock", "r+")  # noqa: SIM115 — closed by the with below
-    except FileNotFoundError:
-        return
-    with lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                _kill_holder(lock.read())
-                lock.seek(0)
-            if time.monotonic() > deadline:
-                raise SandboxError(f"the engine that makes {home.name} does not die")
-            time.sleep(0.002)
+    quiet = 0
+    while quiet < 2:  # twice: a process in the middle of exec shows no environment
+        pids = _making(home)
+        quiet = 0 if pids else quiet + 1
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise SandboxError(f"processes {pids} that make sandbox {home.name} do not die")
+        time.sleep(0.003)
 
 
-def is_making(home: Path) -> bool:
-    """Whether a launcher or engine is at work on the sandbox of `home`."""
-    try:
-        with open(home / "lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _kill_holder(text: str) -> None:
-    """The lock is held right now, so the pid in it is its holder's and not recycled."""
-    with suppress(ValueError, ProcessLookupError):  # not yet written, or gone: the next round sees
-        os.kill(int(text), signal.SIGKILL)
+def _making(home: Path) -> list[int]:
+    mark = f"{_MARK}={home}".encode()
+    found: list[int] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/environ", "rb") as environ:
+                if mark in environ.read().split(b"\0"):
+                    found.append(int(name))
+    return found
 
 
 def _last_error(log: Path, code: int) -> str:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,19 @@ class Layout:
 
 def install_agent(binary: Path, mounts: Path) -> Path:
     """Copy the agent to where the sandbox's root user can reach it, by content; return the copy."""
-    content = binary.read_bytes()
-    copy = mounts / f"agent-{hashlib.sha256(content).hexdigest()[:16]}"
+    stat = binary.stat()
+    copy = mounts / f"agent-{_digest(binary, stat.st_size, stat.st_mtime_ns)}"
     if not copy.exists():
         scratch = mounts / f".agent-{os.getpid()}-{os.urandom(4).hex()}"
-        scratch.write_bytes(content)
+        scratch.write_bytes(binary.read_bytes())
         scratch.chmod(0o755)
         scratch.rename(copy)
     return copy
+
+
+@lru_cache(maxsize=4)
+def _digest(binary: Path, size: int, mtime_ns: int) -> str:
+    return hashlib.sha256(binary.read_bytes()).hexdigest()[:16]
 
 
 def boot_id() -> str:

@@ -22,7 +22,7 @@ from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.choice import Choice, Chooser
 from sandyard.runtimes.container.disk import Disks
 from sandyard.runtimes.container.instance import ContainerInstance
-from sandyard.runtimes.container.launch import Start, is_making, start, stop_launcher
+from sandyard.runtimes.container.launch import Start, start, stop_making
 from sandyard.runtimes.container.layout import (
     Layout,
     engine_pid,
@@ -125,11 +125,11 @@ class ContainerRuntime(Runtime):
         async with self._lock(sandbox_id):
             known = self._instances.get(sandbox_id)
             spec = known.spec if known else load_record(self.layout.home(sandbox_id))
-            if spec is None or is_making(self.layout.home(sandbox_id)):
+            if spec is None:
                 return None
             try:
                 if known:
-                    await known.replace_agent(await self._link(sandbox_id))
+                    await self._answer(known)
                     return known
                 instance = await self._connect(spec)
             except SandboxError:
@@ -201,22 +201,26 @@ class ContainerRuntime(Runtime):
         """Hold PID 1, then ask its agent. Raises `CreateFailed` where either is not there."""
         instance = self._hold(spec)
         try:
-            link = asyncio.ensure_future(self._link(spec.sandbox_id))
-            death = asyncio.ensure_future(instance.wait_dead())
-            try:
-                await asyncio.wait((link, death), return_when=asyncio.FIRST_COMPLETED)
-                if not link.done():
-                    raise CreateFailed("agent", f"{death.result().reason}: {death.result().detail}")
-                await instance.replace_agent(link.result())
-            except AgentLinkError as error:
-                raise CreateFailed("agent", error.message) from error
-            finally:
-                link.cancel()
-                death.cancel()
+            await self._answer(instance)
         except BaseException:
             await instance.release()
             raise
         return instance
+
+    async def _answer(self, instance: ContainerInstance) -> None:
+        """Give the instance a link whose agent answered, unless it dies first."""
+        link = asyncio.ensure_future(self._link(instance.spec.sandbox_id))
+        death = asyncio.ensure_future(instance.wait_dead())
+        try:
+            await asyncio.wait((link, death), return_when=asyncio.FIRST_COMPLETED)
+            if not link.done():
+                raise CreateFailed("agent", f"{death.result().reason}: {death.result().detail}")
+            await instance.replace_agent(link.result())
+        except AgentLinkError as error:
+            raise CreateFailed("agent", error.message) from error
+        finally:
+            link.cancel()
+            death.cancel()
 
     def _hold(self, spec: SandboxSpec) -> ContainerInstance:
         pid = engine_pid(self.layout.home(spec.sandbox_id))
@@ -240,13 +244,14 @@ class ContainerRuntime(Runtime):
             with suppress(TimeoutError):  # `_purge` kills harder, and says what stays
                 await asyncio.wait_for(instance.wait_dead(), DESTROY_TIMEOUT / 2)
             await instance.release()
+        else:
+            await self.in_thread(stop_making, self.layout.home(sandbox_id), deadline)
         await self.in_thread(self._purge, sandbox_id, deadline)
         self._instances.pop(sandbox_id, None)
 
     def _purge(self, sandbox_id: str, deadline: float) -> None:
         """Remove what is on the host, whatever step it stopped at. Blocking; the record goes last."""
         home = self.layout.home(sandbox_id)
-        stop_launcher(home, deadline)
         self.cgroups.kill(sandbox_id, deadline)
         self.cgroups.remove(sandbox_id, deadline)
         try:
