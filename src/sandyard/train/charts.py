@@ -30,7 +30,7 @@ PANELS: Sequence[Panel] = (
     Panel("KL and clipped share", {"train/kl": "KL", "train/clip_ratio": "clipped"}),
     Panel("Gradient norm", {"train/grad_norm": "before clipping"}),
     Panel("Seconds per step", {"time/rollout": "rollouts", "time/train": "training"}),
-    Panel("Rollouts without a say", {"train/masked": "masked", "train/groups_degenerate": "groups of equal rewards"}),
+    Panel("Rollouts without a say", {"train/masked": "masked", "train/groups_degenerate": "equal groups"}),
 )
 _COLORS = ("#1f6feb", "#d9730d")
 
@@ -84,7 +84,7 @@ def write_png(path: Path, metrics: Sequence[Mapping[str, object]], title: str) -
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     panels = [panel for panel in PANELS if any(curve(metrics, name) for name in panel.curves)]
     rows = max(1, math.ceil(len(panels) / 3))
@@ -100,8 +100,11 @@ def write_png(path: Path, metrics: Sequence[Mapping[str, object]], title: str) -
         axis.set_xlabel("step", fontsize=8)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         if panel.unit:
             axis.set_ylim(-0.03, 1.03)
+        else:
+            axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
@@ -114,13 +117,18 @@ def _range(values: Sequence[float], unit: bool) -> tuple[float, float]:
     return low, high if high > low else low + 1.0
 
 
+def _short(value: float) -> str:
+    """Few enough characters for the margin."""
+    return f"{value:.3g}" if value == 0 or abs(value) >= 0.1 else f"{value:.1g}"
+
+
 def _grid(low: float, high: float, first: float, last: float) -> str:
     parts = []
     for share in (0.0, 0.5, 1.0):
         y = HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
         value = low + share * (high - low)
         parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        parts.append(f'<text x="{_LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>')
     parts.append(f'<text x="{_LEFT}" y="{HEIGHT - 7}">step {first:.0f}</text>')
     parts.append(f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 7}" text-anchor="end">{last:.0f}</text>')
     return "".join(parts)

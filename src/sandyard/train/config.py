@@ -24,7 +24,7 @@ class TrainConfig:
     A step plays `batch_size` tasks `num_generations` times each, then makes `num_epochs` passes over them,
     one optimizer step per `minibatch` rollouts (0: all). `max_tokens` is per turn. `micro_tokens` bounds
     the padded size of one forward pass and has no effect on the result. Raises `ConfigError` naming the
-    field.
+    field. `env_concurrency` 0 means as many as a step has rollouts, also while evaluating.
     """
 
     model: str = ""
@@ -94,7 +94,7 @@ class TrainConfig:
             max_turns=self.max_turns,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
-            env_concurrency=self.env_concurrency,
+            env_concurrency=self.env_concurrency or self.rollouts,
             observation_limit=self.observation_limit,
             attempts=self.rollout_attempts,
             deadlines=self.deadlines,

@@ -19,6 +19,8 @@ from sandyard.train.losses import LossConfig, k3, ratios
 from sandyard.train.trajectory import Trajectory
 
 Metrics = dict[str, float]
+# Seconds under which a tool did not leave the process (bookkeeping, such as submitting): no execution.
+_LOCAL = 0.001
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> float:
@@ -75,7 +77,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory], degenerate_groups: int) 
         **{f"train/masked/{reason}": float(count) for reason, count in sorted(reasons.items())},
         **{f"env/failures/{reason}": float(count) for reason, count in sorted(reasons.items())},
         **_percentile("env/create_p50", (t.timings.create for t in trajectories if t.timings.create > 0)),
-        **_percentile("env/exec_p50", (c.seconds for t in trajectories for c in t.calls if c.seconds > 0)),
+        **_percentile("env/exec_p50", (c.seconds for t in trajectories for c in t.calls if c.seconds > _LOCAL)),
     }
     if not scored:
         return metrics

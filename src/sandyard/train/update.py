@@ -30,6 +30,7 @@ class Updater:
         self._loss = config.loss()
         self._reference = reference
         self._parameters = list(policy.parameters())
+        self._micro_tokens = min(config.micro_tokens, getattr(policy, "batch_tokens", config.micro_tokens))
         self.optimizer = torch.optim.AdamW(self._parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
 
     def update(self, samples: Sequence[Sample], step: int) -> Metrics:
@@ -54,7 +55,7 @@ class Updater:
         divisor = _divisor(samples, self._loss)
         # Without a KL term a rollout of advantage 0 has no gradient: it counts in the divisor, and that is all.
         active = [s for s in samples if s.advantage != 0.0 or self._loss.beta > 0.0]
-        return [self._backward(part, divisor) for part in micro_batches(active, self._config.micro_tokens)]
+        return [self._backward(part, divisor) for part in micro_batches(active, self._micro_tokens)]
 
     def _backward(self, samples: Sequence[Sample], divisor: float) -> tuple[float, Metrics]:
         batch = collate(samples, self._parameters[0].device)

@@ -47,6 +47,8 @@ def load_policy(
     require_memory(directory, arguments.get("gguf_file"), dtype, device, trains_all=lora_rank == 0)
     with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype, **arguments)
+    if "gguf_file" in arguments:
+        _forget_quantisation(model)
     model = model.to(device)
     if lora_rank:
         model = with_lora(model, lora_rank)
@@ -63,6 +65,14 @@ def with_lora(model: Any, rank: int) -> Any:
         r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(model, config)
+
+
+def _forget_quantisation(model: Any) -> None:
+    """The weights of a GGUF file are plain after loading, but the library still refuses to save them."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def require_memory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ class TransformersPolicy(Policy):
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         self._stop = frozenset(_stop_ids(model, self.chat.end_of_turn))
         self._decode = DecodeLoop(base, self._stop, max_batch=max_batch)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Padded tokens of one training forward whose float32 logits stay within half a GiB."""
+        vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)
+        return max(1, 2**27 // vocabulary)
 
     @property
     def device(self) -> torch.device:
@@ -95,8 +102,12 @@ class TransformersPolicy(Policy):
         """Write model, tokenizer and the template in use (so that no option is needed to load it)."""
         directory.mkdir(parents=True, exist_ok=True)
         self.tokenizer.chat_template = self.chat.template
+        model = self.model
+        if hasattr(model, "merge_and_unload"):
+            # Whole, so that it loads without the base model and without peft.
+            model = copy.deepcopy(model).merge_and_unload()
         with quiet_transformers():
-            self.model.save_pretrained(directory)
+            model.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
 
@@ -136,9 +147,12 @@ def _stop_ids(model: Any, end_of_turn: int) -> set[int]:
 
 def _max_length(config: Any, wanted: int | None) -> int:
     text = config.get_text_config(decoder=True)
-    recurrent = sorted({kind for kind in getattr(text, "layer_types", None) or () if not kind.endswith("attention")})
-    if recurrent or "linear_attention" in (getattr(text, "layer_types", None) or ()):
-        raise ConfigError("the model has recurrent layers, whose state this policy cannot batch", remedy="use another")
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if other:
+        raise ConfigError(
+            f"the model has layers of kind {', '.join(other)}, whose state cannot be batched row by row",
+            remedy="use a model with plain attention",
+        )
     limit = int(getattr(text, "max_position_embeddings", 0) or 2048)
     if getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None):
         limit = min(limit, int(text.sliding_window))  # within the window, sliding attention is plain attention
