@@ -24,9 +24,6 @@ struct loop_config {
 };
 #define LOOP_CONFIGURE 0x4C0A
 #endif
-#ifndef LO_FLAGS_DIRECT_IO
-#define LO_FLAGS_DIRECT_IO 16
-#endif
 
 static void copy_range(int in, int out, off_t at, off_t end)
 {
@@ -79,7 +76,10 @@ static int open_device(int number)
     return fd;
 }
 
-/* Attach to a free device that goes when its last user does. Others race for the same: try on. */
+/* Attach to a free device that goes when its last user does. Others race for the same: try on.
+ *
+ * No direct I/O: mounting would have to wait for the fresh image to reach the host's disk, where
+ * now a short life never touches it (its dirty pages go with the unlinked file). */
 static int attach(const char *image, char *path, size_t size)
 {
     struct loop_config config;
@@ -91,7 +91,7 @@ static int attach(const char *image, char *path, size_t size)
         fail("disk", image);
     memset(&config, 0, sizeof config);
     config.fd = (__u32)backing;
-    config.info.lo_flags = LO_FLAGS_AUTOCLEAR | LO_FLAGS_DIRECT_IO;
+    config.info.lo_flags = LO_FLAGS_AUTOCLEAR;
     for (int tries = 0; tries < 256; tries++) {
         int number = ioctl(control, LOOP_CTL_GET_FREE);
         if (number < 0)
@@ -105,9 +105,7 @@ static int attach(const char *image, char *path, size_t size)
             close(backing);
             return device;
         }
-        if (errno == EINVAL && config.info.lo_flags & LO_FLAGS_DIRECT_IO)
-            config.info.lo_flags &= ~(__u32)LO_FLAGS_DIRECT_IO; /* a store without direct I/O */
-        else if (errno != EBUSY)
+        if (errno != EBUSY)
             fail("disk", "LOOP_CONFIGURE");
         close(device);
     }
