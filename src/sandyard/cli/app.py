@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import NoReturn
 
-import click
 import e2b
 import httpx
 import typer
@@ -33,24 +33,19 @@ def main() -> None:
     for noun in NOUNS:
         importlib.import_module(f"sandyard.cli.{noun}").register(app)
     try:
-        status = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        stderr.print("stopped")
-        status = 130
-    except click.ClickException as error:
-        error.show()
-        status = error.exit_code
+        app()  # ends with SystemExit; a wrong call is already answered with its usage
     except SandyardError as error:
-        status = _fail(str(error), 2 if isinstance(error, ClientError) else 1)
+        _fail(str(error), 2 if isinstance(error, ClientError) else 1)
+    except httpx.HTTPStatusError as error:
+        _fail(f"{error.request.url} answered {error.response.status_code}: {error.response.text.strip()}", 1)
     except httpx.TransportError as error:
-        status = _fail(f"no server answers ({error}); start one with `sandyard serve` or set E2B_API_URL", 1)
+        _fail(f"no server answers ({error}); start one with `sandyard serve` or set E2B_API_URL", 1)
     except ModuleNotFoundError as error:
-        status = _fail(f"{error}; install the extras: pip install 'sandyard[server,train,data]'", 1)
+        _fail(f"{error}; install the extras: pip install 'sandyard[server,train,data]'", 1)
     except (e2b.SandboxException, e2b.TemplateException) as error:
-        status = _fail(str(error), 1)
-    sys.exit(status if isinstance(status, int) else 0)
+        _fail(str(error), 1)
 
 
-def _fail(message: str, status: int) -> int:
+def _fail(message: str, status: int) -> NoReturn:
     stderr.print(f"error: {message}", style="red", markup=False, highlight=False)
-    return status
+    sys.exit(status)
