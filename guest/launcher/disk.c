@@ -117,7 +117,7 @@ void mount_image(const char *image, const char *where)
 {
     char path[32];
     int device = attach(image, path, sizeof path);
-    if (mount(path, where, "ext4", MS_NODEV | MS_NOATIME, "noinit_itable,nobarrier,errors=continue") != 0)
+    if (mount(path, where, "ext4", MS_NODEV | MS_NOATIME, "noinit_itable,barrier=0,errors=continue") != 0)
         fail("disk", "mount");
     close(device);
 }

@@ -177,7 +177,7 @@ async def main():
     time.sleep(30)
 asyncio.run(main())
 """
-DELAYS = [str(n / 1000) for n in range(2, 62, 4)]
+DELAYS = [str(n / 1000) for n in range(2, 58, 8)]
 
 
 @pytest.mark.timeout(120)

@@ -106,7 +106,8 @@ def _disks(settings: ContainerSettings) -> tuple[DiskKind, ...]:
 def _key(settings: ContainerSettings) -> dict[str, Any]:
     """What the answer depends on."""
     stamps = {name: [path, os.stat(path).st_mtime_ns] for name, path in _paths(settings).items()}
-    return {"boot_id": boot_id(), "engines": stamps, **settings.model_dump()}
+    mkfs = shutil.which("mkfs.ext4", path=_SEARCH)
+    return {"boot_id": boot_id(), "engines": stamps, "mkfs": mkfs, **settings.model_dump()}
 
 
 def _load(path: Path, key: Mapping[str, Any]) -> Choice | None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -21,6 +22,7 @@ from sandyard.errors import CreateFailed
 
 DiskKind = Literal["loop", "none"]
 _FORMAT = 1  # change when the empty image's making changes
+_MAKING, _STALE_SECONDS = ".making-", 600
 _RESERVE_MB = 128  # what creation leaves free on the host
 # No journal: the disk dies with its sandbox. No resize inode, few superblock copies and packed
 # metadata keep an empty image near 150 KiB.
@@ -95,7 +97,10 @@ class Disks:
 
     def _make_blank(self, path: Path, total_mb: int) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as scratch:
+        for stale in path.parent.glob(f"{_MAKING}*"):
+            if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(stale, ignore_errors=True)  # of a killed process; or another removes it right now
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=_MAKING) as scratch:
             skeleton, image = Path(scratch, "skeleton"), Path(scratch, "image")
             skeleton.mkdir()
             _skeleton(skeleton, self.uid_base)
