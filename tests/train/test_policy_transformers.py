@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from sandyard.errors import ConfigError, HostError
 from sandyard.train.policies import loading
 from sandyard.train.policies.base import FinishReason, Generation, SamplingParams
 from sandyard.train.policies.chat import render_call
+from sandyard.train.policies.completions import plain_logprobs
 from sandyard.train.policies.decode import DecodeLoop
 from sandyard.train.policies.loading import load_policy, require_memory
 from sandyard.train.policies.transformers import TransformersPolicy
@@ -62,6 +64,22 @@ async def test_a_right_padded_batch_has_the_logprobs_of_its_rows() -> None:
     assert both.requires_grad
     assert not entropy.requires_grad
     assert (entropy > 0).all()
+
+
+def test_shared_prompts_change_neither_logprobs_nor_gradient() -> None:
+    policy = make_policy()
+    prompts_ = [[1, 2, 3, 4, 5, 6, 7], [8, 9], [1, 2, 3, 4, 5, 6, 7], [8, 9], [8, 9]]
+    completions = [[10, 11, 12], [13], [14, 15], [16, 17, 18, 19], [20, 21, 22]]
+    results = []
+    for function in (policy.completion_logprobs, functools.partial(plain_logprobs, policy)):
+        policy.model.zero_grad()
+        logps, entropy = function(prompts_, completions, 0.8)
+        valid = torch.tensor([[i < len(row) for i in range(4)] for row in completions])
+        (logps * valid * torch.arange(1.0, 6.0)[:, None]).sum().backward()  # type: ignore[no-untyped-call]
+        gradient = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        results.append((logps.detach()[valid], entropy[valid], gradient))
+    for ours, plain in zip(*results, strict=True):
+        assert torch.allclose(ours, plain, atol=1e-4, rtol=1e-4)
 
 
 async def test_a_seed_gives_the_same_sample_alone_and_in_a_batch() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.train.tiny import FakeEnv, FakeVerifier, make_policy, make_tasks
 
-from sandyard.errors import CapacityError, ConfigError, DeathReason, SandboxDied, SandyardError
+from sandyard.errors import BadRequest, CapacityError, ConfigError, DeathReason, SandboxDied, SandyardError
 from sandyard.train.batching import Sample, collate, micro_batches
 from sandyard.train.checkpoint import list_checkpoints
 from sandyard.train.config import TrainConfig
@@ -407,14 +407,22 @@ def record(length: int, start: int = 0) -> Trajectory:
     return trajectory
 
 
-def test_collate_aligns_targets() -> None:
+def test_collate_pads_completions() -> None:
     a, b = record(2), record(3)
     b.append_observed([9])
     batch = collate([Sample(a, 1.0), Sample(b, -1.0)])
-    assert batch.input_ids.shape == (2, 8)
-    assert batch.mask.tolist() == [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 0]]
-    assert batch.old_logps[0].tolist() == [0, 0, 0, -3, -3, 0, 0]
-    assert batch.attention_mask.sum(1).tolist() == [6, 8]
+    assert batch.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert batch.old_logps.tolist() == [[-3, -3, 0, 0], [-3, -3, -3, 0]]
+    assert batch.completions == [[0, 1], [0, 1, 2, 9]]
+    b.mask.pop()
+    with pytest.raises(BadRequest, match="not aligned"):
+        collate([Sample(b, 1.0)])
+
+
+def test_rollouts_of_one_prompt_stay_in_one_micro_batch() -> None:
+    samples = [Sample(record(4, start), 1.0) for start in (0, 1, 0, 1, 0, 1)]
+    parts = list(micro_batches(samples, 4 + 3 * 4))
+    assert [{sample.trajectory.prompt_ids[-1] for sample in part} for part in parts] == [{0}, {1}]
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_change() -> None:

@@ -9,8 +9,9 @@ import torch
 
 from sandyard.errors import ConfigError
 from sandyard.train.policies.base import Policy
-from sandyard.train.policies.transformers import TransformersPolicy, model_logprobs
-from sandyard.train.update import Reference
+from sandyard.train.policies.completions import shared_logprobs
+from sandyard.train.policies.transformers import TransformersPolicy
+from sandyard.train.update import Reference, Rows
 
 
 def freeze_reference(policy: Policy, temperature: float) -> Reference:
@@ -22,24 +23,24 @@ def freeze_reference(policy: Policy, temperature: float) -> Reference:
     if not isinstance(policy, TransformersPolicy):
         raise ConfigError("beta above 0 needs a transformers policy to freeze", remedy="use --beta 0")
     if hasattr(policy.model, "disable_adapter"):
-        return _adapter_off(policy.model, temperature)
-    frozen = copy.deepcopy(policy.model).requires_grad_(False).eval()
-    return _of(frozen, temperature)
+        return _adapter_off(policy, temperature)
+    frozen = copy.deepcopy(policy.base_model).requires_grad_(False).eval()
+    return _of(frozen, policy.cache_argument, temperature)
 
 
-def _of(model: Any, temperature: float) -> Reference:
+def _of(model: Any, cache_argument: str, temperature: float) -> Reference:
     @torch.no_grad()
-    def reference(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return model_logprobs(model, input_ids, attention_mask, temperature)[0]
+    def reference(prompts: Rows, completions: Rows) -> torch.Tensor:
+        return shared_logprobs(model, cache_argument, prompts, completions, temperature)[0]
 
     return reference
 
 
-def _adapter_off(model: Any, temperature: float) -> Reference:
-    plain = _of(model, temperature)
+def _adapter_off(policy: TransformersPolicy, temperature: float) -> Reference:
+    plain = _of(policy.base_model, policy.cache_argument, temperature)
 
-    def reference(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        with model.disable_adapter():
-            return plain(input_ids, attention_mask)
+    def reference(prompts: Rows, completions: Rows) -> torch.Tensor:
+        with policy.model.disable_adapter():
+            return plain(prompts, completions)
 
     return reference

@@ -13,9 +13,12 @@ from sandyard.train.config import TrainConfig
 from sandyard.train.losses import LossConfig, loss_sum, token_losses
 from sandyard.train.metrics import Metrics, policy_health, weighted_mean
 from sandyard.train.policies.base import Policy
+from sandyard.train.policies.completions import plain_logprobs
+from sandyard.train.policies.transformers import TransformersPolicy
 from sandyard.train.seeds import derive_seed
 
-Reference = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (ids, attention mask) → log-probs, no gradient
+Rows = Sequence[Sequence[int]]
+Reference = Callable[[Rows, Rows], torch.Tensor]  # (prompts, completions) → log-probs [B, C], no gradient
 
 
 class Updater:
@@ -59,7 +62,7 @@ class Updater:
 
     def _backward(self, samples: Sequence[Sample], divisor: float) -> tuple[float, Metrics]:
         batch = collate(samples, self._parameters[0].device)
-        logps, entropy = self._policy.logprobs(batch.input_ids, batch.attention_mask, self._config.temperature)
+        logps, entropy = self._logprobs(batch.prompts, batch.completions)
         reference = self._reference_logps(batch)
         tokens = token_losses(logps, batch.old_logps, batch.advantages, self._loss, reference)
         loss = loss_sum(tokens, batch.mask, self._loss) / divisor
@@ -71,7 +74,13 @@ class Updater:
     def _reference_logps(self, batch: Batch) -> torch.Tensor | None:
         if self._loss.beta == 0.0 or self._reference is None:
             return None
-        return self._reference(batch.input_ids, batch.attention_mask)
+        return self._reference(batch.prompts, batch.completions)
+
+    def _logprobs(self, prompts: Rows, completions: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        temperature = self._config.temperature
+        if isinstance(self._policy, TransformersPolicy):
+            return self._policy.completion_logprobs(prompts, completions, temperature)
+        return plain_logprobs(self._policy, prompts, completions, temperature)
 
     def _apply(self) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))

@@ -42,6 +42,11 @@ class _Request:
         return FinishReason.LENGTH if len(self.ids) >= self.params.max_tokens else None
 
 
+def cache_argument(model: Any) -> str:
+    """What the model's forward calls its cache: transformers renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 class DecodeLoop:
     """Samples from `model` (a transformers decoder) until a token of `stop` or `max_tokens`.
 
@@ -64,7 +69,7 @@ class DecodeLoop:
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         names = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"
+        self._cache_argument = cache_argument(model)
         self._keep_logits = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         self._lock = threading.Lock()
         self._waiting: deque[_Request] = deque()

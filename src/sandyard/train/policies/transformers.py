@@ -13,7 +13,8 @@ import torch
 from sandyard.errors import ConfigError
 from sandyard.train.policies.base import FinishReason, Generation, Message, ParsedTurn, Policy, SamplingParams
 from sandyard.train.policies.chat import ChatFormat, choose_template
-from sandyard.train.policies.decode import DecodeLoop
+from sandyard.train.policies.completions import shared_logprobs
+from sandyard.train.policies.decode import DecodeLoop, cache_argument
 from sandyard.train.policies.parsers import CUT, Parser, parse_hermes
 
 
@@ -44,9 +45,10 @@ class TransformersPolicy(Policy):
         self.chat = ChatFormat(tokenizer, choose_template(tokenizer, chat_template))
         self.max_length = _max_length(model.config, max_length)
         self._parser = parser
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        self.base_model = model.get_base_model() if hasattr(model, "peft_config") else model
+        self.cache_argument = cache_argument(self.base_model)
         self._stop = frozenset(_stop_ids(model, self.chat.end_of_turn))
-        self._decode = DecodeLoop(base, self._stop, max_batch=max_batch)
+        self._decode = DecodeLoop(self.base_model, self._stop, max_batch=max_batch)
 
     @property
     def batch_tokens(self) -> int:
@@ -94,6 +96,13 @@ class TransformersPolicy(Policy):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Policy`; in float32 whatever the model's type. The entropy carries no gradient."""
         return model_logprobs(self.model, input_ids, attention_mask, temperature)
+
+    def completion_logprobs(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` of the completions alone, [B, longest completion]; a prompt that several rows share is
+        computed once. Agrees with `logprobs` up to rounding."""
+        return shared_logprobs(self.base_model, self.cache_argument, prompts, completions, temperature)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
