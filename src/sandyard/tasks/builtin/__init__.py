@@ -2,10 +2,10 @@
 
 Families of one-parameter functions; train and held-out are split by (family, parameter) pairs, so
 that what is measured on the held-out part is knowing the operation and copying the number, not
-remembering the pair.
+remembering the pair. `tasks.mbpp.row_from_task` writes a task as a row of an MBPP file.
 """
 
 from sandyard.tasks.builtin.families import FAMILIES, PARAMETERS, Family
-from sandyard.tasks.builtin.generate import FUNCTION_NAMES, Split, builtin_tasks, to_mbpp
+from sandyard.tasks.builtin.generate import FUNCTION_NAMES, Split, builtin_tasks
 
-__all__ = ["FAMILIES", "FUNCTION_NAMES", "PARAMETERS", "Family", "Split", "builtin_tasks", "to_mbpp"]
+__all__ = ["FAMILIES", "FUNCTION_NAMES", "PARAMETERS", "Family", "Split", "builtin_tasks"]

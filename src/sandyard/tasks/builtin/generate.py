@@ -31,19 +31,6 @@ def builtin_tasks(split: Split = "all", seed: int = 0) -> list[Task]:
     return tasks if split == "all" else [task for task in tasks if task.metadata["split"] == split]
 
 
-def to_mbpp(task: Task) -> dict[str, Any]:
-    """The task as one record of the original MBPP format (plus `family`)."""
-    return {
-        "task_id": task.task_id,
-        "text": task.prompt,
-        "code": task.reference,
-        "test_setup_code": task.setup_code,
-        "test_list": list(task.tests),
-        "challenge_test_list": [],
-        "family": task.family,
-    }
-
-
 def _all(seed: int) -> Iterator[Task]:
     rng = random.Random(f"sandyard-builtin-{seed}")
     # A diagonal through the (family, parameter) table: no parameter and no family is held out whole.
