@@ -19,6 +19,8 @@ class Application:
     """One server's ASGI application over a started manager. Holds no resources of its own."""
 
     def __init__(self, manager: SandboxManager, keys: Keys, tokens: SandboxTokens) -> None:
+        self.manager = manager
+        self.keys = keys
         self.usage = UsageHistory(manager)
         self.control = control_plane(Context(manager, keys, tokens, self.usage, Metrics(manager)))
         self.data = DataPlane(manager, tokens, self.usage, manager.settings.server.domain)

@@ -88,7 +88,8 @@ def _key(sandbox: Sandbox) -> tuple[float, str]:
 
 
 def _fits(sandbox: Sandbox, query: ListQuery) -> bool:
-    if query.started_after is not None and sandbox.started_at < query.started_after:
+    # Callers saw the start in whole microseconds.
+    if query.started_after is not None and round(sandbox.started_at, 6) < query.started_after:
         return False
     if query.template is not None and query.template not in (sandbox.template, sandbox.template_id):
         return False

@@ -101,7 +101,7 @@ class Call:
         if header[:6].lower() != b"basic ":
             return self.sandbox.defaults.user
         try:
-            name = base64.b64decode(header[6:].strip()).partition(b":")[0].decode()
+            name = base64.b64decode(header[6:].strip(), validate=True).partition(b":")[0].decode()
         except (binascii.Error, UnicodeDecodeError) as error:
             raise RpcError("unauthenticated", "the Authorization header is not Basic authentication") from error
         return name or self.sandbox.defaults.user

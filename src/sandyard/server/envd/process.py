@@ -225,7 +225,7 @@ def _input(message: Message) -> bytes:
     value = record(message, "input")
     data = value.get("stdin") or value.get("pty") or ""
     try:
-        return base64.b64decode(data)
+        return base64.b64decode(data, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
         raise RpcError("invalid_argument", "input is not base64") from error
 
