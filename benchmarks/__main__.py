@@ -45,13 +45,13 @@ def _sandboxes(report: Report, rounds: int) -> None:
     sandboxes.bare_engines(report, rootfs, rounds)
     sandboxes.pipe(report, rootfs)
     with EmbeddedServer(_with_pool(settings, low=0, high=0)) as server:
-        connection = Connection(server.url, server.api_key, server.url)
+        connection = Connection.to(server)
         console.print("[dim]cold creates, burst, idle memory[/dim]")
         asyncio.run(sandboxes.creation(report, connection, "create → first result, cold", 40, rounds))
         asyncio.run(sandboxes.burst(report, connection))
         asyncio.run(sandboxes.idle_memory(report, connection, rootfs))
     with EmbeddedServer(_with_pool(settings, low=4, high=8)) as server:
-        connection = Connection(server.url, server.api_key, server.url)
+        connection = Connection.to(server)
         console.print("[dim]warm creates, exec, files[/dim]")
         time.sleep(1.0)
         asyncio.run(sandboxes.creation(report, connection, "create → first result, warm", 10, rounds))

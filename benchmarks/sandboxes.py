@@ -46,7 +46,7 @@ async def creation(report: Report, connection: Connection, name: str, budget: fl
     boxes: list[AsyncSandbox] = []
 
     async def once() -> None:
-        box = await AsyncSandbox.create("base", timeout=120, **connection.sdk())
+        box = await AsyncSandbox.create("base", timeout=120, **connection.sdk_options())
         boxes.append(box)
         result = await box.commands.run("echo ready")
         assert result.stdout == "ready\n", result
@@ -64,7 +64,7 @@ async def burst(report: Report, connection: Connection) -> None:
     boxes: list[AsyncSandbox] = []
 
     async def one() -> None:
-        box = await AsyncSandbox.create("base", timeout=120, **connection.sdk())
+        box = await AsyncSandbox.create("base", timeout=120, **connection.sdk_options())
         boxes.append(box)
         assert (await box.commands.run("echo $((6*7))")).stdout == "42\n"
 
@@ -87,7 +87,7 @@ def round_trips(report: Report, connection: Connection, rootfs: Path, rounds: in
         ):
             command = peers.with_clean_cgroups([engine, "exec", container, "true"])
             report.add(Figure(f"{engine} exec true", timed(lambda: peers.run_quietly(command), rounds)))
-    box = Sandbox.create("base", timeout=300, **connection.sdk())
+    box = Sandbox.create("base", timeout=300, **connection.sdk_options())
     try:
         peer = f"{engine} exec true" if engine else None
         report.add(
@@ -99,7 +99,7 @@ def round_trips(report: Report, connection: Connection, rootfs: Path, rounds: in
 
 def files(report: Report, connection: Connection, megabytes: int = 128) -> None:
     """Upload and download of one large file over HTTP on loopback."""
-    box = Sandbox.create("base", timeout=300, **connection.sdk())
+    box = Sandbox.create("base", timeout=300, **connection.sdk_options())
     data = os.urandom(MEBIBYTE) * megabytes
     try:
         uploads = [megabytes / s * 1e3 for s in timed(lambda: box.files.write("/tmp/large.bin", data), 3)]
@@ -123,7 +123,9 @@ def pipe(report: Report, rootfs: Path, megabytes: int = 128) -> None:
 async def idle_memory(report: Report, connection: Connection, rootfs: Path, count: int = 16) -> None:
     """Host memory of idle sandboxes: the proportional set size of every process that stays for them."""
     before = peers.total_pss()
-    boxes = await asyncio.gather(*(AsyncSandbox.create("base", timeout=120, **connection.sdk()) for _ in range(count)))
+    boxes = await asyncio.gather(
+        *(AsyncSandbox.create("base", timeout=120, **connection.sdk_options()) for _ in range(count))
+    )
     await asyncio.sleep(2.0)
     each = (peers.total_pss() - before) / count / MEBIBYTE
     await asyncio.gather(*(box.kill() for box in boxes))

@@ -30,8 +30,6 @@ def test_flag_then_environment_then_file(environ: dict[str, str], settings: Sett
     assert resolve_connection(environ=environ, settings=settings) == Connection(
         "http://env:2", "e2b_env", "http://env:2"
     )
-    environ["AENV_API_URL"] = "http://aenv:3"
-    assert resolve_connection(environ=environ, settings=settings).api_url == "http://aenv:3"
     assert resolve_connection("http://flag:4", "e2b_f", environ=environ, settings=settings).api_key == "e2b_f"
 
 
@@ -60,5 +58,20 @@ def test_credentials_are_private_and_a_broken_file_is_named(environ: dict[str, s
 
 
 def test_a_url_without_scheme_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="no scheme"):
+    with pytest.raises(ConfigError, match="not an http"):
         resolve_connection("localhost:8000", "k", environ=environ)
+
+
+def test_two_names_for_two_servers_are_refused(environ: dict[str, str]) -> None:
+    environ |= {"E2B_API_URL": "http://env:2/", "AENV_API_URL": "http://env:2", "E2B_API_KEY": "e2b_x"}
+    assert resolve_connection(environ=environ).api_url == "http://env:2"
+    environ["AENV_API_URL"] = "http://aenv:3"
+    with pytest.raises(ConfigError, match="name different servers"):
+        resolve_connection(environ=environ)
+
+
+def test_a_domain_routes_by_host_name(environ: dict[str, str]) -> None:
+    environ |= {"E2B_DOMAIN": "sbx.test", "E2B_API_KEY": "e2b_x"}
+    connection = resolve_connection(environ=environ)
+    assert (connection.api_url, connection.sandbox_url, connection.domain) == ("https://api.sbx.test", None, "sbx.test")
+    assert "e2b_x" not in repr(connection)

@@ -36,34 +36,46 @@ def evaluate(
     ] = None,
 ) -> None:
     """Run solutions against the hidden tests of their tasks and report the rewards."""
-    from sandyard.tasks import load_tasks
-
-    selected = load_tasks(tasks, limit=limit)
+    selected = select_tasks(tasks, limit)
     with yard(api_url) as connection:
         report = asyncio.run(_evaluate(selected, solutions, connection, concurrency))
     for line in report.lines():
         stdout.print(line, markup=False)
     if output is not None:
-        output.write_text(json.dumps(report.to_json(), indent=2))
+        output.write_text(json.dumps(report.to_dict(), indent=2))
         stdout.print(f"every score: {output}", markup=False)
-    raise typer.Exit(1 if report.infra_failures else 0)
+    raise typer.Exit(1 if report.infrastructure else 0)
 
 
 async def _evaluate(tasks: list[Task], solutions: str, connection: Connection, concurrency: int) -> EvalReport:
-    from sandyard.verify.code import CodeVerifier
-    from sandyard.verify.evaluate import evaluate_solutions, load_solutions
+    from sandyard.envs.lease import SandboxLease
+    from sandyard.verify.code import CodeVerifier, SandboxLauncher
+    from sandyard.verify.evaluate import evaluate_solutions
 
-    verifier = CodeVerifier(connection=connection)
     columns = (TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    try:
+    async with SandboxLease(connection, labels={"sandyard.run": "eval"}, warm={"base": concurrency}) as lease:
+        verifier = CodeVerifier(SandboxLauncher(connection, lease=lease))
         with Progress(*columns, console=stderr, transient=True) as progress:
             bar = progress.add_task("verify", total=len(tasks))
             return await evaluate_solutions(
                 tasks,
-                load_solutions(solutions, tasks),
+                solutions,
                 verifier,
                 concurrency=concurrency,
-                on_progress=lambda *_: progress.advance(bar),
+                on_progress=lambda done, _: progress.update(bar, completed=done),
             )
-    finally:
-        await verifier.close()
+
+
+def select_tasks(name: str, limit: int | None) -> list[Task]:
+    """Tasks of a file, of HumanEval, or of the built-in set. Raises `TaskError` naming file and line."""
+    if name == "builtin":
+        from sandyard.tasks.builtin import builtin_tasks
+
+        return builtin_tasks()[:limit]
+    if name == "humaneval":
+        from sandyard.tasks.humaneval import load_humaneval
+
+        return load_humaneval(limit)
+    from sandyard.tasks.files import load_tasks
+
+    return load_tasks(name, limit=limit)

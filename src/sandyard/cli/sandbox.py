@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, TextIO
 
 import httpx
 import typer
@@ -49,7 +49,7 @@ def start(
         timeout=timeout,
         envs=pairs(env, "--env"),
         metadata=pairs(label, "--label"),
-        **resolve_connection().sdk(),
+        **resolve_connection().sdk_options(),
     )
     if detach:
         print(box.sandbox_id)
@@ -72,7 +72,7 @@ def execute(
     ] = False,
 ) -> None:
     """Run a command; its output streams here and its exit code is this command's own."""
-    box = Sandbox.connect(sandbox_id, **resolve_connection().sdk())
+    box = Sandbox.connect(sandbox_id, **resolve_connection().sdk_options())
     handle = box.commands.run(
         command[0] if len(command) == 1 else shlex.join(command),
         background=True,
@@ -94,7 +94,7 @@ def execute(
 
 def connect(sandbox_id: SandboxId) -> None:
     """Attach an interactive shell (a PTY that follows this terminal's size)."""
-    raise typer.Exit(attach(Sandbox.connect(sandbox_id, **resolve_connection().sdk())))
+    raise typer.Exit(attach(Sandbox.connect(sandbox_id, **resolve_connection().sdk_options())))
 
 
 def list_sandboxes(
@@ -102,7 +102,7 @@ def list_sandboxes(
     output: Annotated[Output, typer.Option(help="auto: table on a terminal, else json")] = "auto",
 ) -> None:
     """List the sandboxes of this key."""
-    pages = Sandbox.list(query=SandboxQuery(metadata=pairs(label, "--label")), **resolve_connection().sdk())
+    pages = Sandbox.list(query=SandboxQuery(metadata=pairs(label, "--label")), **resolve_connection().sdk_options())
     rows = []
     while pages.has_next:
         rows += [
@@ -121,12 +121,12 @@ def list_sandboxes(
 
 def set_timeout(sandbox_id: SandboxId, seconds: Annotated[int, typer.Argument(help="from now; 0 ends it now")]) -> None:
     """Set how long a sandbox may still live."""
-    Sandbox.set_timeout(sandbox_id, seconds, **resolve_connection().sdk())
+    Sandbox.set_timeout(sandbox_id, seconds, **resolve_connection().sdk_options())
 
 
 def delete(sandbox_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="sandbox ids")]) -> None:
     """End sandboxes."""
-    options = resolve_connection().sdk()
+    options = resolve_connection().sdk_options()
     missing = [item for item in sandbox_ids if not Sandbox.kill(item, **options)]
     if missing:
         raise NotFound(f"no such sandbox: {', '.join(missing)}", remedy="`sandyard list` shows what lives")
@@ -155,9 +155,9 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
     return result
 
 
-def _writer(stream: object) -> object:
+def _writer(stream: TextIO) -> Callable[[str], None]:
     def write(text: str) -> None:
-        stream.write(text)  # type: ignore[attr-defined]
-        stream.flush()  # type: ignore[attr-defined]
+        stream.write(text)
+        stream.flush()
 
     return write

@@ -27,14 +27,15 @@ def serve(
     runtime: Annotated[str | None, typer.Option(help="how sandboxes are isolated: container [default]")] = None,
     max_count: Annotated[int | None, typer.Option(help="most sandboxes at once; 0: as many as memory allows")] = None,
     keep_sandboxes: Annotated[
-        bool, typer.Option("--keep-sandboxes", help="let sandboxes live on when the server stops")
-    ] = False,
+        bool | None, typer.Option("--keep-sandboxes", help="let sandboxes live on when the server stops")
+    ] = None,
 ) -> None:
     """Serve the sandbox API. Stops gracefully on SIGTERM or Ctrl-C."""
     flags = {
         "server.host": host,
         "server.port": port,
         "server.allow_public": allow_public or None,
+        "server.keep_sandboxes": keep_sandboxes,
         "sandbox.runtime": runtime,
         "sandbox.max_count": max_count,
     }
@@ -43,7 +44,7 @@ def serve(
         raise typer.Exit(_serve_for(command, settings))
     from sandyard.server.serve import run_server
 
-    raise typer.Exit(run_server(settings, keep_sandboxes=keep_sandboxes))
+    run_server(settings)
 
 
 def _serve_for(command: list[str], settings: Settings) -> int:
