@@ -34,8 +34,8 @@ async def runtime(settings: Settings) -> AsyncIterator[ContainerRuntime]:
     for sandbox_id in await later.list():
         await later.destroy(sandbox_id)
     assert await later.list() == []
-    later.cgroups.remove_parent()
     await later.close()
+    assert not any((root / later.layout.cgroup_parent).exists() for root in later.cgroups.roots.values())
 
 
 @pytest.fixture

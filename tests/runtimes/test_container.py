@@ -253,7 +253,6 @@ async def test_a_sandbox_without_a_disk_limit_is_removed_too(settings: Settings,
     assert (await made.usage()).disk_bytes >= 1 << 20
     await runtime.destroy(made.spec.sandbox_id)
     await assert_no_trace(runtime, made.spec)
-    runtime.cgroups.remove_parent()
     await runtime.close()
 
 
@@ -283,7 +282,6 @@ async def test_an_engine_that_fails_gives_way_to_one_that_works(
     runtime = ContainerRuntime(settings.model_copy(update={"paths": paths}))
     with pytest.raises(HostError, match="crun with disk loop: create failed at engine"):
         await runtime.choose()
-    runtime.cgroups.remove_parent()
     await runtime.close()
 
 

@@ -147,6 +147,8 @@ class ContainerRuntime(Runtime):
         for instance in self._instances.values():
             await instance.release()
         self._instances.clear()
+        if self._cgroups is not None:
+            self._cgroups.remove_parent()
         self._threads.shutdown(wait=False)
 
     async def in_thread(self, call: Callable[..., _Result], *arguments: object) -> _Result:
