@@ -331,7 +331,7 @@ async def test_nothing_of_a_solution_is_left_running() -> None:
     verdict = await CodeVerifier(MarkedLauncher(), limits=LIMITS).verify(TASK, code)
     assert verdict.passed == 3
     async with asyncio.timeout(5):  # a killed process goes when its new parent has reaped it
-        while _marked_processes():
+        while _marked_processes():  # noqa: ASYNC110 - processes give no event
             await asyncio.sleep(0.05)
 
 

@@ -203,7 +203,9 @@ async def test_helper_classes_of_the_setup_cross_by_value() -> None:
     ],
 )
 async def test_how_a_wrong_solution_failed(code: str, outcome: TestOutcome, detail: str) -> None:
-    verdict = await local_verifier(RunnerLimits(test_timeout=1.0)).verify(make_task("assert f(1) == 1, 'wrong'"), code)
+    verdict = await local_verifier(RunnerLimits(test_timeout=1.5, cpu_timeout=1)).verify(
+        make_task("assert f(1) == 1, 'wrong'"), code
+    )
     assert verdict.results[0].outcome is outcome
     assert detail in verdict.results[0].detail
 

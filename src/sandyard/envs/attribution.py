@@ -52,6 +52,12 @@ def capacity_error(text: str) -> CapacityError:
 async def explain_loss(error: Exception, sandbox_id: str, connection: Connection) -> SandyardError:
     """The error for a call that an existing sandbox did not answer, after asking the API about it."""
     detail = str(error) or type(error).__name__
+    died = await find_death(sandbox_id, connection, detail)
+    return died or AgentLinkError(f"sandbox {sandbox_id} lives but a call to it failed: {detail}")
+
+
+async def find_death(sandbox_id: str, connection: Connection, detail: str = "") -> SandboxDied | None:
+    """The death of a sandbox as the API tells it; None while it lives."""
     try:
         async with httpx.AsyncClient(timeout=_ASK_TIMEOUT) as client:
             answer = await client.get(f"{connection.api_url}/sandboxes/{sandbox_id}", headers=connection.headers())
@@ -60,7 +66,7 @@ async def explain_loss(error: Exception, sandbox_id: str, connection: Connection
     if answer.status_code == 404:
         return SandboxDied(sandbox_id, *_death(answer))
     if answer.status_code == 200:
-        return AgentLinkError(f"sandbox {sandbox_id} lives but a call to it failed: {detail}")
+        return None
     return SandboxDied(sandbox_id, DeathReason.HOST, f"the API answered {answer.status_code}: {detail}")
 
 

@@ -15,7 +15,7 @@ import e2b
 import httpx
 from e2b.connection_config import ApiParams
 
-from sandyard.envs.attribution import explain_create, explain_loss
+from sandyard.envs.attribution import explain_create, explain_loss, find_death
 from sandyard.envs.base import Execution
 from sandyard.envs.connection import Connection
 from sandyard.envs.output import OutputTap
@@ -127,6 +127,11 @@ class RemoteSandbox:
             if _is_deadline(error) and elapsed >= timeout - 0.05:
                 return tap.execution(None, timed_out=True, duration=elapsed)
             raise await explain_loss(error, self.sandbox_id, self.connection) from error
+        if exit_code is None and not tap.flooded.is_set():
+            # A process ended by a signal may be all that is seen of the sandbox's own end.
+            died = await find_death(self.sandbox_id, self.connection, "a command ended by a signal")
+            if died is not None:
+                raise died
         return tap.execution(exit_code, timed_out=False, duration=time.monotonic() - started)
 
     async def _feed(self, pid: int, data: bytes, close: bool) -> None:

@@ -101,8 +101,7 @@ class CodeVerifier(Verifier):
         job = make_job(task, solution, self._limits, uid_base=launcher.uid_base, require_root=launcher.require_root)
         execution = await self._launch(job)
         if execution.timed_out or execution.exit_code != 0:
-            how = "ran out of time" if execution.timed_out else f"ended with {execution.exit_code}"
-            raise VerifierError(f"task {task.task_id}: the runner {how}: {execution.stderr.strip()[-500:]}")
+            raise VerifierError(f"task {task.task_id}: the runner {_ending(execution)}")
         results = read_results(job, execution.stdout)
         passed = sum(result.outcome is TestOutcome.PASSED for result in results)
         return Verdict(submitted=True, passed=passed, total=job.total, results=tuple(results))
@@ -123,3 +122,11 @@ class CodeVerifier(Verifier):
 
     async def close(self) -> None:
         """Nothing is held between verifications."""
+
+
+def _ending(execution: Execution) -> str:
+    if execution.timed_out:
+        return f"ran out of time after {execution.duration:.1f} s"
+    how = "was killed by a signal" if execution.exit_code is None else f"ended with {execution.exit_code}"
+    said = execution.stderr.strip()[-500:]
+    return f"{how} after {execution.duration:.1f} s" + (f": {said}" if said else "")

@@ -158,7 +158,7 @@ async def evaluate_solutions(
     solutions: str | Path | Mapping[str, str | None],
     verifier: Verifier,
     *,
-    concurrency: int = 8,
+    concurrency: int = 4,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> EvalReport:
     """Verify every task's solution, `concurrency` at a time; `on_progress(done, total)` after each.

@@ -25,10 +25,12 @@ _MODULES = ("values", "link", "peer", "box", "confine", "zygote", "judge", "main
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """Seconds of one test and of all together (wall clock), MiB of address space of one process."""
+    """Seconds of one test (CPU time, which a busy machine does not shorten, and wall clock), of all
+    together (wall clock), and MiB of address space of one process."""
 
-    test_timeout: float = 5.0
-    total_timeout: float = 60.0
+    cpu_timeout: int = 5
+    test_timeout: float = 30.0
+    total_timeout: float = 90.0
     memory_mb: int = 320
 
 
@@ -53,6 +55,7 @@ def make_job(task: Task, solution: str, limits: RunnerLimits, *, uid_base: int, 
         "imports": _reference_imports(task),
         "entry_names": _entry_names(task),
         "tests": list(task.tests),
+        "cpu_timeout": limits.cpu_timeout,
         "test_timeout": limits.test_timeout,
         "total_timeout": limits.total_timeout,
         "memory_mb": limits.memory_mb,

@@ -16,7 +16,7 @@ _DESCRIPTORS = 256
 
 class Limits(NamedTuple):
     memory_mb: int
-    cpu_seconds: float
+    cpu_seconds: int
 
 
 def no_new_privileges() -> None:
@@ -44,12 +44,13 @@ def confine(limits: Limits, uid: int, keep: Collection[int]) -> None:
     memory = limits.memory_mb << 20
     for kind, value in (
         (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CPU, int(limits.cpu_seconds) + 1),
         (resource.RLIMIT_FSIZE, _FILE_BYTES),
         (resource.RLIMIT_NOFILE, _DESCRIPTORS),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (value, value))
+    # A second between the signal that says so (SIGXCPU) and the kill.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
     os.chdir("/")
     if uid:
         resource.setrlimit(resource.RLIMIT_NPROC, (_PROCESSES, _PROCESSES))

@@ -1,7 +1,7 @@
 """The runner: reads one job from stdin, runs every test of it, prints one verdict.
 
-Job (JSON): `nonce`, `solution`, `setup`, `imports`, `entry_names`, `tests`, `test_timeout`,
-`total_timeout` (seconds), `memory_mb`, `uid_base`, `require_root`. Output, two lines:
+Job (JSON): `nonce`, `solution`, `setup`, `imports`, `entry_names`, `tests`, `cpu_timeout`,
+`test_timeout`, `total_timeout` (seconds), `memory_mb`, `uid_base`, `require_root`. Output, two lines:
 `<nonce> {"results": [[index, outcome, detail], …]}` and `<nonce> TESTS_PASSED <n> <total>`.
 """
 
@@ -34,7 +34,7 @@ def main() -> None:
     job = _read_job()
     if job["require_root"] and os.geteuid() != 0:
         raise SystemExit("the runner must be root to confine solutions")
-    zygote.prepare({key: job[key] for key in ("setup", "solution", "memory_mb", "test_timeout", "uid_base")})
+    zygote.prepare({key: job[key] for key in ("setup", "solution", "memory_mb", "cpu_timeout", "uid_base")})
     deadline = time.monotonic() + job["total_timeout"]
     results = []
     for index, test in enumerate(job["tests"]):
@@ -82,10 +82,10 @@ def _run_test(zygote: Zygote, job: Mapping[str, Any], index: int, test: str, tim
             os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             box_status = zygote.reap()
-    return _outcome(verdict, status, box_status, timeout)
+    return _outcome(verdict, status, box_status, timeout, job["cpu_timeout"])
 
 
-def _outcome(verdict: bytes | None, status: int, box_status: int, timeout: float) -> tuple[str, str]:
+def _outcome(verdict: bytes | None, status: int, box_status: int, timeout: float, cpu_timeout: int) -> tuple[str, str]:
     if verdict is None:
         return TIMEOUT, f"longer than {timeout:.3g} s"
     if not verdict:
@@ -98,7 +98,7 @@ def _outcome(verdict: bytes | None, status: int, box_status: int, timeout: float
         return outcome, detail
     ended = os.waitstatus_to_exitcode(box_status)
     if ended == -signal.SIGXCPU:
-        return TIMEOUT, "out of CPU time"
+        return TIMEOUT, f"longer than {cpu_timeout} s of CPU time"
     how = f"exit code {ended}" if ended >= 0 else f"signal {-ended}"
     return judge.CRASHED, f"the solution's process ended: {how}"
 
@@ -119,7 +119,7 @@ def _read_verdict(reader: int, deadline: float) -> bytes | None:
 def _judge_process(job: Mapping[str, Any], test: str, descriptor: int, writer: int) -> None:
     try:
         keep = (descriptor, writer)
-        confine(Limits(job["memory_mb"], job["test_timeout"]), job["uid_base"], keep)
+        confine(Limits(job["memory_mb"], job["cpu_timeout"]), job["uid_base"], keep)
         outcome = judge.judge_test(descriptor, job, test)
         os.write(writer, json.dumps(outcome).encode())
     finally:

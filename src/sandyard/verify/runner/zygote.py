@@ -76,7 +76,7 @@ def _fork_box(job: Mapping[str, Any], uid: int, descriptor: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            confine(Limits(job["memory_mb"], job["test_timeout"]), uid, (descriptor,))
+            confine(Limits(job["memory_mb"], job["cpu_timeout"]), uid, (descriptor,))
             box.serve(descriptor, job["setup"], job["solution"])
         finally:
             os._exit(0)
