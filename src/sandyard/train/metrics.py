@@ -4,7 +4,10 @@ The names are a contract with those who plot them. Over rollouts that were score
 `train/code_acc` (all tests passed), `train/test_pass_rate`, `train/avg_reward`, `train/submit_rate`,
 `train/num_turns`, `train/tool_error_rate` (calls that could not be made, of all calls),
 `train/completion_length` (sampled tokens), `train/truncated`. `train/masked` counts the rest, by
-reason in `train/masked/REASON`; `train/groups_degenerate` counts groups.
+reason in `train/masked/REASON`; `train/groups_degenerate` counts groups. `train/entropy`, `train/kl`,
+`train/clip_ratio` and `train/ratio_mean` are over the rollouts that the gradient was computed on: with
+beta 0, those of an advantage other than zero. `time/sync` is 0 where the weights that sample are those
+that train.
 """
 
 from __future__ import annotations

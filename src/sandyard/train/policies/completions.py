@@ -7,7 +7,8 @@ The result is that of the plain forward pass, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ def shared_logprobs(
     ids, valid = (tensor.to(device) for tensor in _pad(completions, left=False))
 
     cache = PrefillCache(None)
-    first = _forward(model, cache_argument, prompt_ids, prompt_valid, cache)[:, -1]
+    # Of a prompt only the last logits are wanted; a large vocabulary makes the others expensive.
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    first = _forward(model, prompt_ids, prompt_valid, {cache_argument: cache, **keep})[:, -1]
     past = torch.stack(cache.new, dim=1).index_select(2, index)  # [2, layers, B, heads, P, dim]
     seen = torch.cat((prompt_valid[index], valid), dim=1)
-    rest = _forward(model, cache_argument, ids, seen, PrefillCache(past))[:, :-1]
+    rest = _forward(model, ids, seen, {cache_argument: PrefillCache(past)})[:, :-1]
     logits = torch.cat((first[index][:, None], rest), dim=1).float() / temperature
     logps = torch.log_softmax(logits, dim=-1)
     with torch.no_grad():
@@ -56,18 +59,14 @@ def plain_logprobs(
     return logps.gather(1, columns), entropy.gather(1, columns)
 
 
-def _forward(
-    model: Any, cache_argument: str, ids: torch.Tensor, valid: torch.Tensor, cache: PrefillCache
-) -> torch.Tensor:
+def _forward(model: Any, ids: torch.Tensor, valid: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
     """Logits [B, T, vocabulary] of `ids`, which are the last T columns of `valid`."""
     width, past = ids.shape[1], valid.shape[1] - ids.shape[1]
     positions = (valid.long().cumsum(1) - 1).clamp(min=0)[:, past:]
     causal = torch.ones((width, past + width), dtype=torch.bool, device=ids.device).tril(past)
     hidden = ~(valid[:, None, None, :] & causal)
     mask = hidden.to(model.dtype) * torch.finfo(model.dtype).min
-    output = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{cache_argument: cache}
-    )
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **arguments)
     logits: torch.Tensor = output.logits
     return logits
 
