@@ -285,6 +285,21 @@ async def test_an_engine_that_fails_gives_way_to_one_that_works(
     await runtime.close()
 
 
+async def test_a_choice_that_no_longer_holds_is_made_anew(settings: Settings) -> None:
+    paths = settings.paths.model_copy(update={"state": settings.paths.state / "changed"})
+    runtime = ContainerRuntime(settings.model_copy(update={"paths": paths}))
+    await runtime.choose()
+    kept = paths.state / "engine.json"
+    record = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**record, "engine": {**record["engine"], "path": "/bin/false"}}))
+    later = ContainerRuntime(runtime.settings)
+    assert (await later.choose()).engine.path == "/bin/false"  # believed, until tried
+    assert (await later.probe()).works
+    assert json.loads(kept.read_text()) == record
+    await later.close()
+    await runtime.close()
+
+
 async def test_a_path_too_long_for_sockets_is_refused(settings: Settings, tmp_path: Path) -> None:
     paths = settings.paths.model_copy(update={"run": tmp_path / ("x" * 90)})
     runtime = ContainerRuntime(settings.model_copy(update={"paths": paths}))

@@ -22,6 +22,7 @@ _MILESTONES = {
     "installing remaining": 0.55,
     "cleaning package lists": 0.9,
 }
+_EXCESS = ["usr/share/man", "usr/share/info", "usr/share/locale", "usr/share/lintian"]
 _LEAN = [
     "path-exclude=/usr/share/man/*",
     "path-exclude=/usr/share/info/*",
@@ -86,10 +87,20 @@ async def bootstrap(
         progress("bootstrap", done, line)
 
     await run_watched(["unshare", "--mount", "--propagation", "private", "--", *command], on_line, pass_fds=[lock])
-    # Files of the tool for the build only.
+    await asyncio.to_thread(_trim, target)
+    return f"{tool} {suite}"
+
+
+def _trim(target: Path) -> None:
+    """Remove what only the build needed, and what debootstrap does not know to leave out."""
     for name in ("etc/apt/apt.conf.d/99mmdebstrap", "etc/dpkg/dpkg.cfg.d/99mmdebstrap"):
         (target / name).unlink(missing_ok=True)
-    return f"{tool} {suite}"
+    for name in ("var/cache/apt/archives", "var/lib/apt/lists", *_EXCESS):
+        for entry in (target / name).glob("*"):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
 
 
 async def _mmdebstrap(

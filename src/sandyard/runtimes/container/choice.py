@@ -38,14 +38,14 @@ class Chooser:
         self._runtime = runtime
         self._cache = runtime.layout.state / "engine.json"
 
-    async def choose(self) -> Choice:
-        """Return the first engine and disk with which a sandbox starts.
+    async def choose(self, *, again: bool = False) -> Choice:
+        """Return the first engine and disk with which a sandbox starts; remembered unless `again`.
 
         Raises `HostError` listing why each did not.
         """
         settings = self._runtime.settings.container
         key = await self._runtime.in_thread(_key, settings)
-        if (kept := _load(self._cache, key)) is not None:
+        if not again and (kept := _load(self._cache, key)) is not None:
             return kept
         failures: list[str] = []
         for engine in await self._runtime.in_thread(find_engines, settings):

@@ -72,22 +72,28 @@ class ContainerRuntime(Runtime):
     async def probe(self) -> Probe:
         try:
             choice = await self.choose()
-            await Chooser(self).try_out(choice)
+            try:
+                await Chooser(self).try_out(choice)
+            except CreateFailed:
+                choice = await self.choose(again=True)  # the host changed since
         except SandyardError as error:
             return Probe(False, error.message, error.remedy)
         limit = "hard limit" if choice.disk == "loop" else "no limit"
         detail = f"{choice.engine.name} {choice.engine.version}, cgroup v{self.cgroups.version}, disk: {limit}"
         return Probe(True, detail)
 
-    async def choose(self) -> Choice:
-        """The engine and the kind of disk, chosen once by starting a sandbox. Raises `HostError`."""
+    async def choose(self, *, again: bool = False) -> Choice:
+        """The engine and the kind of disk, chosen once by starting a sandbox. Raises `HostError`.
+
+        `again` tries anew, whatever was found before.
+        """
         async with self._ready:
-            if self._choice is None:
+            if self._choice is None or again:
                 if os.geteuid() != 0:
                     raise HostError("the container runtime needs root", remedy="run as root (sudo sandyard …)")
                 self.layout.prepare()
                 await self.in_thread(self.cgroups.prepare)
-                self._choice = await Chooser(self).choose()
+                self._choice = await Chooser(self).choose(again=again)
                 self.capabilities = Capabilities(hard_disk_limit=self._choice.disk == "loop")
             return self._choice
 
