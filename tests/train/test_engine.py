@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.train.tiny import FakeEnv, FakeVerifier, make_policy, make_tasks
 
-from sandyard.envs.base import StepStatus
+from sandyard.envs.base import StepResult, StepStatus
 from sandyard.errors import (
     AgentLinkError,
     CapacityError,
@@ -160,7 +161,7 @@ async def test_env_calls_overlap() -> None:
     spent = time.perf_counter() - started
     assert all(t.turns == 3 and t.reward == 1.0 for t in trajectories)
     assert FakeEnv.most == 32
-    assert spent < 3 * 0.05 * 2  # three delays, and a margin for a busy machine
+    assert spent < 1.0  # three delays of 0.05 s and a margin for a busy machine; one after another: 4.8 s
 
 
 async def test_a_ready_trajectory_does_not_wait_for_a_slow_one() -> None:
@@ -173,15 +174,15 @@ async def test_a_ready_trajectory_does_not_wait_for_a_slow_one() -> None:
         on_trajectory=lambda t: done.append(time.perf_counter() - started),
     )
     await engine.run(make_tasks(9))
-    assert done[7] < 0.7
     assert done[8] > 2.0
+    assert done[7] < done[8] - 1.0
 
 
 async def test_verification_overlaps_too() -> None:
     engine = make_engine(ScriptedPolicy([SUBMIT]), verifier=FakeVerifier(delay=0.1))
     started = time.perf_counter()
     await engine.run(make_tasks(16))
-    assert time.perf_counter() - started < 0.6
+    assert time.perf_counter() - started < 1.2  # one after another: 1.6 s
 
 
 async def test_env_concurrency_bounds_live_sandboxes() -> None:
@@ -216,6 +217,16 @@ async def test_after_an_observation_it_is_masked(error: SandyardError, reason: s
     assert str(error) in (broken.detail or "")
     assert fine.reward == 1.0
     assert envs.made == 2
+
+
+async def test_an_env_that_answers_infra_error_is_masked_not_scored() -> None:
+    class Ill(FakeEnv):
+        async def step(self, tool_name: str, arguments: Mapping[str, Any]) -> StepResult:
+            return StepResult("proxy lost", status=StepStatus.INFRA_ERROR)
+
+    (trajectory,) = await make_engine(ScriptedPolicy([RUN]), Ill).run(make_tasks(1))
+    assert (trajectory.masked, trajectory.reward, trajectory.attempts) == ("sandbox:env", None, 2)
+    assert "proxy lost" in (trajectory.detail or "")
 
 
 async def test_tries_are_bounded() -> None:
