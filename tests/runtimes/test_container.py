@@ -244,6 +244,19 @@ async def test_a_create_that_cannot_be_names_the_stage(runtime: ContainerRuntime
     assert await runtime.list() == []
 
 
+async def test_a_file_that_cannot_be_written_is_a_named_stage(
+    runtime: ContainerRuntime, empty: Rootfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sandyard.runtimes.container.runtime.write_json", full)
+    with pytest.raises(CreateFailed, match="No space left") as failure:
+        await runtime.create(spec("full", empty))
+    assert failure.value.stage == "files"
+    await assert_no_trace(runtime, spec("full", empty))
+
+
 async def test_a_sandbox_without_a_disk_limit_is_removed_too(settings: Settings, base: Rootfs) -> None:
     plain = settings.model_copy(update={"container": ContainerSettings(disk="none")})
     runtime = ContainerRuntime(plain)

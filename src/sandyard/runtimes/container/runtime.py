@@ -117,8 +117,10 @@ class ContainerRuntime(Runtime):
             try:
                 await self.in_thread(self._start, choice, spec)
                 instance = await self._connect(spec)
-            except BaseException:
+            except BaseException as error:
                 await finish(self._remove(sandbox_id))
+                if isinstance(error, OSError) and not isinstance(error, SandyardError):
+                    raise CreateFailed("files", str(error)) from error
                 raise
             self._instances[sandbox_id] = instance
             return instance
@@ -226,6 +228,10 @@ class ContainerRuntime(Runtime):
             await instance.replace_agent(link.result())
         except AgentLinkError as error:
             raise CreateFailed("agent", error.message) from error
+        except asyncio.CancelledError:
+            if link.done() and link.exception() is None:
+                await link.result().close()  # it came while we were called off
+            raise
         finally:
             link.cancel()
             death.cancel()
