@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 import httpx
 import pytest
 
-from sandyard.errors import DeathReason
+from sandyard.errors import CreateFailed, DeathReason
 
 if TYPE_CHECKING:
     from tests.server.conftest import LiveServer
@@ -89,6 +89,19 @@ def test_bad_requests_name_what_is_wrong(
     assert reply.json()["code"] == status
     assert says in reply.json()["message"]
     assert not server.runtime.instances
+
+
+def test_a_create_sent_twice_with_one_key_makes_one_sandbox(server: LiveServer, api: httpx.Client) -> None:
+    def send(key: str) -> httpx.Response:
+        return api.post("/v2/sandboxes", json={"templateID": "base"}, headers={"Idempotency-Key": key})
+
+    assert send("a-1").json()["sandboxID"] == send("a-1").json()["sandboxID"]
+    assert send("a-2").status_code == 201
+    assert len(server.runtime.instances) == 2
+    assert send("Not Good").status_code == 400
+    server.runtime.fail_next.append(CreateFailed("engine", "no"))
+    assert send("a-3").status_code == 500
+    assert send("a-3").status_code == 201
 
 
 def test_unknown_fields_are_tolerated_and_unknown_paths_are_json(api: httpx.Client) -> None:

@@ -9,6 +9,7 @@ from sandyard.sandboxes import SandboxManager
 from sandyard.server.auth import Keys
 from sandyard.server.control import failures, leases, sandboxes, templates
 from sandyard.server.control.context import Context
+from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.dataplane import DataPlane
 from sandyard.server.metrics import Metrics
 from sandyard.server.tokens import SandboxTokens
@@ -22,7 +23,7 @@ class Application:
         self.manager = manager
         self.keys = keys
         self.usage = UsageHistory(manager)
-        self.control = control_plane(Context(manager, keys, tokens, self.usage, Metrics(manager)))
+        self.control = control_plane(Context(manager, keys, tokens, self.usage, Metrics(manager), Idempotency()))
         self.data = DataPlane(manager, tokens, self.usage, manager.settings.server.domain)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

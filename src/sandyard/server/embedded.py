@@ -15,7 +15,8 @@ from typing import IO, Any, Self
 from sandyard.config import Settings, load_settings
 from sandyard.errors import HostError
 
-STOP_SECONDS = 15.0
+STOP_SECONDS = 30.0
+DRAIN_SECONDS = 2.0  # its only client is the process that stops it
 
 
 class EmbeddedServer:
@@ -28,7 +29,8 @@ class EmbeddedServer:
 
     def __init__(self, settings: Settings | None = None, *, ready_seconds: float = 60.0) -> None:
         base = settings or load_settings()
-        server = base.server.model_copy(update={"host": "127.0.0.1", "port": 0})
+        drain = min(base.server.drain_seconds, DRAIN_SECONDS)
+        server = base.server.model_copy(update={"host": "127.0.0.1", "port": 0, "drain_seconds": drain})
         self._settings = base.model_copy(update={"server": server})
         self._ready_seconds = ready_seconds
         self._child: subprocess.Popen[bytes] | None = None

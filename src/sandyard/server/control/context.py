@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from sandyard.sandboxes import SandboxManager
 from sandyard.server.auth import Keys
+from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.metrics import Metrics
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
@@ -21,6 +22,7 @@ class Context:
     tokens: SandboxTokens
     usage: UsageHistory
     metrics: Metrics
+    idempotency: Idempotency
 
 
 def context(request: Request) -> Context:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Header, Query, Response
 
 from sandyard.errors import BadRequest, DeathReason, SandboxDied, SandyardError, Unsupported
 from sandyard.sandboxes import CreateRequest, Sandbox
@@ -24,19 +24,21 @@ from sandyard.server.control.models import (
 LEASE_KEY = "sandyard.lease"
 IDLE_KEY = "sandyard.idle_timeout"
 
+Key = Annotated[str | None, Header()]
+
 router = APIRouter(tags=["sandboxes"])
 
 
 @router.post("/sandboxes", status_code=201)
-async def create(body: NewSandbox, here: Here, tenant: Tenant) -> SandboxView:
+async def create(body: NewSandbox, here: Here, tenant: Tenant, idempotency_key: Key = None) -> SandboxView:
     """Start a sandbox. Without `secure` its envd needs no token."""
-    return await _create(body, here, tenant, secured=body.secure)
+    return await _create(body, here, tenant, idempotency_key, secured=body.secure)
 
 
 @router.post("/v2/sandboxes", status_code=201)
-async def create_v2(body: NewSandbox, here: Here, tenant: Tenant) -> SandboxView:
+async def create_v2(body: NewSandbox, here: Here, tenant: Tenant, idempotency_key: Key = None) -> SandboxView:
     """Start a sandbox whose envd needs its token."""
-    return await _create(body, here, tenant, secured=True)
+    return await _create(body, here, tenant, idempotency_key, secured=True)
 
 
 @router.post("/sandboxes/{sandbox_id}/connect")
@@ -147,9 +149,10 @@ async def unsupported(sandbox_id: str, here: Here, tenant: Tenant) -> None:
     )
 
 
-async def _create(body: NewSandbox, here: Context, tenant: str, *, secured: bool) -> SandboxView:
+async def _create(body: NewSandbox, here: Context, tenant: str, key: str | None, *, secured: bool) -> SandboxView:
     try:
-        sandbox = await here.manager.create(_request(body, here, tenant, secured))
+        request = _request(body, here, tenant, secured)
+        sandbox = await here.idempotency.create(tenant, key, lambda: here.manager.create(request))
     except SandyardError as error:
         here.metrics.refused(404 if isinstance(error, SandboxDied) else error.http_status)
         raise

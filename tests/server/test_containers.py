@@ -1,0 +1,216 @@
+"""The server over real containers: the SDK's view, clients that die, a server that is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from e2b import RateLimitException, Sandbox
+
+from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
+from sandyard.images.base import build_base
+from sandyard.runtimes.container import ContainerRuntime
+from sandyard.server.embedded import EmbeddedServer
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    """A node of its own with the host's base template. Short paths: Unix sockets must fit."""
+    home = Path(tempfile.mkdtemp(prefix="sy-", dir="/tmp"))
+    (home / "state").mkdir()
+    (home / "state" / "templates").symlink_to(Settings().paths.state / "templates")
+    yield Settings(
+        paths=PathSettings(state=home / "state", run=home / "run"), pool=PoolSettings.model_validate({"low": 1})
+    )
+    shutil.rmtree(home)
+
+
+@pytest.fixture(autouse=True)
+async def base_template() -> None:
+    """Built on first use, which takes a minute or two."""
+    await build_base(Settings())
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left(settings: Settings) -> AsyncIterator[None]:
+    """After the test no sandbox, mount, process, cgroup or loop device of this node exists."""
+    yield
+    runtime = ContainerRuntime(settings)
+    sandboxes = await runtime.list()
+    await runtime.close()
+    assert [*sandboxes, *leftovers(str(settings.paths.run.parent))] == []
+
+
+def leftovers(home: str) -> list[str]:
+    found = [f"mount {line.split()[1]}" for line in Path("/proc/mounts").read_text().splitlines() if home in line]
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and process.name != str(os.getpid()):
+            try:
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue  # it ended meanwhile
+            if home in command:
+                found.append(f"process {process.name} {command}")
+    listing = ["losetup", "--list", "--noheadings", "--output", "BACK-FILE"]
+    loops = subprocess.run(listing, capture_output=True, text=True, check=True)
+    return found + [f"loop device {line}" for line in loops.stdout.splitlines() if home in line]
+
+
+def sdk(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def test_commands_files_and_lifetimes(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedServer(settings) as server:
+        sdk(server, monkeypatch)
+        box = Sandbox.create("base", timeout=120, envs={"FOO": "bar"})
+        shown = box.commands.run('echo "$FOO" $(id -un) $(pwd)')
+        assert shown.stdout == "bar user /home/user\n"
+        data = os.urandom(3 << 20)
+        box.files.write("/tmp/deep/er/blob", data)
+        assert bytes(box.files.read("/tmp/deep/er/blob", format="bytes")) == data
+        assert box.files.read("/proc/sys/kernel/random/boot_id").count("-") == 4
+        watcher = box.files.watch_dir("/tmp/deep")
+        box.files.write("/tmp/deep/new", "1")
+        assert [event.type.value for event in watcher.get_new_events()] == ["create", "chmod", "write"]
+        web = box.commands.run("cd /tmp/deep && python3 -m http.server 8000", background=True)
+        headers = {"E2b-Sandbox-Id": box.sandbox_id, "E2b-Sandbox-Port": "8000"}
+        wait_for(lambda: httpx.get(f"{server.url}/er/blob", headers=headers).status_code == 200)
+        assert httpx.get(f"{server.url}/er/blob", headers=headers).content == data
+        web.kill()
+        assert httpx.get(f"{server.url}/er/blob", headers=headers).json()["message"].endswith("port is not open")
+        box.set_timeout(1)
+        wait_for(lambda: not box.is_running())
+
+
+def test_a_memory_bomb_is_told_as_oom_or_contained(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedServer(settings) as server:
+        sdk(server, monkeypatch)
+        box = Sandbox.create("base", timeout=120)
+        with pytest.raises(Exception, match=r"137|-1|kill|oom"):
+            box.commands.run("python3 -c 'x = bytearray(2 << 30)'", timeout=60)
+        assert box.commands.run("echo alive").stdout == "alive\n"
+
+
+def test_a_full_node_answers_429(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = settings.model_copy(update={"sandbox": SandboxSettings.model_validate({"max_count": 2})})
+    with EmbeddedServer(small) as server:
+        sdk(server, monkeypatch)
+        boxes = [Sandbox.create("base", timeout=60) for _ in range(2)]
+        with pytest.raises(RateLimitException, match="all 2 places are taken"):
+            Sandbox.create("base", timeout=60, retries=0)
+        boxes[0].kill()
+        assert Sandbox.create("base", timeout=60).commands.run("echo 1").stdout == "1\n"
+
+
+def test_a_client_that_is_killed_loses_its_sandboxes_with_its_lease(settings: Settings) -> None:
+    client = (
+        "import os, httpx, time\n"
+        "api = httpx.Client(base_url=os.environ['E2B_API_URL'], headers={'X-API-Key': os.environ['E2B_API_KEY']})\n"
+        "lease = api.post('/leases', json={'ttl': 2}).json()['leaseID']\n"
+        "for _ in range(3):\n"
+        "    body = {'templateID': 'base', 'metadata': {'sandyard.lease': lease}}\n"
+        "    assert api.post('/v2/sandboxes', json=body).status_code == 201\n"
+        "print('made', flush=True)\n"
+        "while True:\n"
+        "    api.post(f'/leases/{lease}/renew')\n"
+        "    time.sleep(0.5)\n"
+    )
+    with EmbeddedServer(settings) as server:
+        environment = {**os.environ, **server.environment()}
+        child = subprocess.Popen([sys.executable, "-c", client], env=environment, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"made\n"
+        child.stdout.close()
+        headers = {"X-API-Key": server.api_key}
+        with httpx.Client(base_url=server.url, headers=headers) as api:
+            time.sleep(3)
+            made = [s["sandboxID"] for s in api.get("/v2/sandboxes").json()]
+            assert len(made) == 3
+            child.kill()
+            child.wait()
+            wait_for(lambda: api.get("/v2/sandboxes").json() == [])
+            assert api.get(f"/sandboxes/{made[0]}").json()["error_code"] == "sandbox_dead_lease"
+
+
+def test_what_a_killed_server_promised_is_kept_by_the_next(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EmbeddedServer(settings).start()
+    sdk(server, monkeypatch)
+    box = Sandbox.create("base", timeout=120, metadata={"a": "b"})
+    box.files.write("kept", "yes")
+    sleeper = box.commands.run("sleep 1000", background=True)
+    kill_server(server)
+    with EmbeddedServer(settings) as after:
+        sdk(after, monkeypatch)
+        again = Sandbox.connect(box.sandbox_id)
+        assert again.files.read("kept") == "yes"
+        assert again.get_info().metadata == {"a": "b"}
+        assert sleeper.pid in [process.pid for process in again.commands.list()]
+        assert again.commands.kill(sleeper.pid)
+        assert again.commands.run("echo 1").stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    "seed", [1, 2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_a_server_killed_in_a_burst_leaves_nothing_behind(settings: Settings, seed: int) -> None:
+    server = EmbeddedServer(settings).start()
+    stop = threading.Event()
+    acknowledged: list[str] = []
+
+    def client() -> None:
+        headers = {"X-API-Key": server.api_key}
+        with httpx.Client(base_url=server.url, headers=headers, timeout=30) as api:
+            while not stop.is_set():
+                try:
+                    made = api.post("/v2/sandboxes", json={"templateID": "base", "timeout": 120}).json()["sandboxID"]
+                    if random.random() < 0.3:
+                        api.delete(f"/sandboxes/{made}")
+                    else:
+                        acknowledged.append(made)
+                except httpx.TransportError:
+                    return
+
+    threads = [threading.Thread(target=client) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(random.Random(seed).uniform(0.3, 1.5))
+    kill_server(server)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    with (
+        EmbeddedServer(settings) as after,
+        httpx.Client(base_url=after.url, headers={"X-API-Key": after.api_key}, timeout=30) as api,
+    ):
+        living = {s["sandboxID"] for s in api.get("/v2/sandboxes", params={"limit": 100}).json()}
+        assert set(acknowledged) <= living, "a sandbox that was promised is gone"
+        for sandbox_id in living:
+            assert api.get("/health", headers={"E2b-Sandbox-Id": sandbox_id}).status_code == 204
+
+
+def kill_server(server: EmbeddedServer) -> None:
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
