@@ -42,10 +42,10 @@ def main() -> None:
         _fail(f"no server answers ({error}); start one with `sandyard serve` or set E2B_API_URL", 1)
     except ModuleNotFoundError as error:
         _fail(f"{error}; install the extras: pip install 'sandyard[server,train,data]'", 1)
-    except (e2b.SandboxException, e2b.TemplateException) as error:
+    except (e2b.SandboxException, e2b.TemplateException, e2b.AuthenticationException, e2b.RateLimitException) as error:
         _fail(str(error), 1)
 
 
 def _fail(message: str, status: int) -> NoReturn:
-    stderr.print(f"error: {message}", style="red", markup=False, highlight=False)
+    stderr.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
     sys.exit(status)

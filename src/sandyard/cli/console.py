@@ -26,7 +26,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, no_wrap=column == columns[0])
+        table.add_column(column, no_wrap=column != columns[-1])
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     stdout.print(table)

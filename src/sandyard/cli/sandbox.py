@@ -9,10 +9,10 @@ from typing import Annotated, TextIO
 
 import httpx
 import typer
-from e2b import CommandExitException, Sandbox, SandboxQuery
+from e2b import NotFoundException, Sandbox, SandboxQuery
 
 from sandyard.cli.console import Output, print_rows, stderr, stdout
-from sandyard.cli.terminal import attach
+from sandyard.cli.terminal import attach, exit_code, require_terminal
 from sandyard.connection import resolve_connection
 from sandyard.errors import BadRequest, NotFound
 
@@ -44,6 +44,8 @@ def start(
     label: Annotated[list[str] | None, typer.Option("--label", "-l", help="NAME=VALUE, may be repeated")] = None,
 ) -> None:
     """Start a sandbox and attach a shell to it; it lives on after the shell until its timeout."""
+    if not detach:
+        require_terminal()
     box = Sandbox.create(
         template,
         timeout=timeout,
@@ -55,7 +57,8 @@ def start(
         print(box.sandbox_id)
         return
     stderr.print(
-        f"sandbox {box.sandbox_id}, ends by itself in {timeout} s; `sandyard delete {box.sandbox_id}` ends it now"
+        f"sandbox {box.sandbox_id}, ends by itself in {timeout} s; `sandyard delete {box.sandbox_id}` ends it now",
+        soft_wrap=True,
     )
     raise typer.Exit(attach(box))
 
@@ -72,7 +75,7 @@ def execute(
     ] = False,
 ) -> None:
     """Run a command; its output streams here and its exit code is this command's own."""
-    box = Sandbox.connect(sandbox_id, **resolve_connection().sdk_options())
+    box = _connect(sandbox_id)
     handle = box.commands.run(
         command[0] if len(command) == 1 else shlex.join(command),
         background=True,
@@ -86,15 +89,17 @@ def execute(
             box.commands.send_stdin(handle.pid, chunk)
         box.commands.close_stdin(handle.pid)
     try:
-        handle.wait(on_stdout=_writer(sys.stdout), on_stderr=_writer(sys.stderr))
-    except CommandExitException as error:
-        # A command that was ended by a signal has no code of its own; shells say 128 + signal.
-        raise typer.Exit(error.exit_code if error.exit_code >= 0 else 137) from None
+        status = exit_code(lambda: handle.wait(on_stdout=_writer(sys.stdout), on_stderr=_writer(sys.stderr)))
+    except KeyboardInterrupt:
+        handle.kill()
+        status = 130
+    raise typer.Exit(status)
 
 
 def connect(sandbox_id: SandboxId) -> None:
     """Attach an interactive shell (a PTY that follows this terminal's size)."""
-    raise typer.Exit(attach(Sandbox.connect(sandbox_id, **resolve_connection().sdk_options())))
+    require_terminal()
+    raise typer.Exit(attach(_connect(sandbox_id)))
 
 
 def list_sandboxes(
@@ -153,6 +158,13 @@ def pairs(items: Sequence[str] | None, option: str) -> dict[str, str]:
             raise BadRequest(f"{option} {item!r} is not NAME=VALUE", field=option)
         result[name] = value
     return result
+
+
+def _connect(sandbox_id: str) -> Sandbox:
+    try:
+        return Sandbox.connect(sandbox_id, **resolve_connection().sdk_options())
+    except NotFoundException as error:
+        raise NotFound(f"no such sandbox: {sandbox_id}", remedy="`sandyard list` shows what lives") from error
 
 
 def _writer(stream: TextIO) -> Callable[[str], None]:
