@@ -7,7 +7,7 @@ import re
 import e2b
 import httpx
 
-from sandyard.envs.connection import Connection
+from sandyard.connection import Connection
 from sandyard.errors import (
     AgentLinkError,
     BadRequest,

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
+from sandyard.connection import Connection, resolve_connection
 from sandyard.envs.attribution import capacity_error
-from sandyard.envs.connection import Connection, resolve_connection
 from sandyard.errors import BadRequest, CapacityError, NotFound, SandboxError, SandyardError, Unauthorized
 
 logger = logging.getLogger(__name__)

@@ -15,13 +15,15 @@ import e2b
 import httpx
 from e2b.connection_config import ApiParams
 
+from sandyard.connection import Connection
 from sandyard.envs.attribution import explain_create, explain_loss, find_death
 from sandyard.envs.base import Execution
-from sandyard.envs.connection import Connection
 from sandyard.envs.output import OutputTap
 from sandyard.errors import GuestError, GuestErrorCode
 
 logger = logging.getLogger(__name__)
+
+SDK_ERRORS = (e2b.SandboxException, e2b.AuthenticationException, httpx.HTTPError)
 
 _CREATE_TIMEOUT = 120.0
 _GRACE = 30.0  # a client waits this much longer than the server, so that the server's verdict arrives
@@ -78,7 +80,7 @@ class RemoteSandbox:
         except asyncio.CancelledError:
             await _kill_when_made(making)
             raise
-        except (e2b.SandboxException, httpx.HTTPError) as error:
+        except SDK_ERRORS as error:
             raise explain_create(error, template, connection) from error
         return cls(handle, connection)
 
@@ -122,7 +124,7 @@ class RemoteSandbox:
                 exit_code = await self._wait(process, tap)
         except e2b.InvalidArgumentException as error:
             raise GuestError(GuestErrorCode.INVALID, str(error)) from error
-        except (e2b.SandboxException, httpx.HTTPError, TimeoutError) as error:
+        except (*SDK_ERRORS, TimeoutError) as error:
             elapsed = time.monotonic() - started
             if _is_deadline(error) and elapsed >= timeout - 0.05:
                 return tap.execution(None, timed_out=True, duration=elapsed)
@@ -154,6 +156,10 @@ class RemoteSandbox:
             return int((await waiting).exit_code)
         except e2b.CommandExitException as ended:
             return int(ended.exit_code) if ended.exit_code >= 0 else None
+        except Exception as error:
+            if type(error) is not Exception:  # the SDK's own word for a stream that ended early
+                raise
+            raise e2b.SandboxException(str(error)) from error
         finally:
             for task in (waiting, flooded):
                 task.cancel()
@@ -169,7 +175,7 @@ class RemoteSandbox:
             if isinstance(error, _GONE):
                 raise await explain_loss(error, self.sandbox_id, self.connection) from error
             raise GuestError(_file_code(error), str(error)) from error
-        except (e2b.SandboxException, httpx.HTTPError) as error:
+        except SDK_ERRORS as error:
             raise await explain_loss(error, self.sandbox_id, self.connection) from error
 
     async def close(self) -> None:
@@ -184,7 +190,7 @@ async def _kill(handle: e2b.AsyncSandbox) -> None:
     try:
         async with asyncio.timeout(_KILL_TIMEOUT):
             await handle.kill()
-    except (e2b.SandboxException, httpx.HTTPError, TimeoutError) as error:
+    except (*SDK_ERRORS, TimeoutError) as error:
         logger.warning("sandbox %s was not killed, its lifetime will end it: %s", handle.sandbox_id, error)
 
 
@@ -193,7 +199,7 @@ async def _kill_when_made(making: asyncio.Future[e2b.AsyncSandbox]) -> None:
     try:
         async with asyncio.timeout(_KILL_TIMEOUT):
             handle = await making
-    except (e2b.SandboxException, httpx.HTTPError, TimeoutError) as error:
+    except (*SDK_ERRORS, TimeoutError) as error:
         logger.warning("a create that was given up did not end cleanly: %s", error)
         return
     await _kill(handle)

@@ -9,9 +9,9 @@ from typing import Any
 
 import e2b
 
+from sandyard.connection import resolve_connection
 from sandyard.envs.base import Execution, StepResult, ToolSpec
 from sandyard.envs.commands import CommandTemplate
-from sandyard.envs.connection import resolve_connection
 from sandyard.envs.lease import SandboxLease
 from sandyard.envs.observation import DEFAULT_LIMIT
 from sandyard.envs.remote import RemoteSandbox, is_shell_text

@@ -12,8 +12,8 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+from sandyard.connection import Connection, resolve_connection
 from sandyard.envs.base import Execution
-from sandyard.envs.connection import Connection, resolve_connection
 from sandyard.envs.lease import SandboxLease
 from sandyard.envs.remote import RemoteSandbox
 from sandyard.errors import CapacityError, GuestError, SandboxError, VerifierError

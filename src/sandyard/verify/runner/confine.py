@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 _PR_SET_NO_NEW_PRIVS = 38
-_PROCESSES = 64
+_PROCESSES = 32
 _FILE_BYTES = 8 << 20
 _DESCRIPTORS = 256
 
