@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -14,14 +13,14 @@ import httpx
 import pytest
 import uvicorn
 
-from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
+from sandyard.config import PathSettings, PoolSettings, SandboxSettings, ServerSettings, Settings
 from sandyard.guest.base import ProcessSpec
 from sandyard.guest.memory import MemoryAgent
 from sandyard.runtimes.memory import MemoryRuntime
 from sandyard.server.app import Application
 from sandyard.server.auth import Keys
 from sandyard.server.build import application
-from sandyard.server.serve import uvicorn_config
+from sandyard.server.serve import open_socket, uvicorn_config
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class LiveServer:
         self.loop: asyncio.AbstractEventLoop
         self._up = threading.Event()
         self._server: uvicorn.Server | None = None
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = open_socket(settings)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -114,6 +113,7 @@ def memory_settings(home: Path, **sandbox: object) -> Settings:
         paths=PathSettings(state=home / "state", run=home / "run"),
         sandbox=SandboxSettings.model_validate({"runtime": "memory", **sandbox}),
         pool=PoolSettings(low=0, high=4),
+        server=ServerSettings.model_validate({"port": 0}),
     )
 
 

@@ -252,7 +252,9 @@ def test_a_port_that_does_not_speak_http(box: Box, answer: bytes) -> None:
 
 
 def test_host_names_lead_to_sandboxes_where_a_domain_is_set(tmp_path: Path) -> None:
-    settings = memory_settings(tmp_path).model_copy(update={"server": ServerSettings(domain="yard.test")})
+    settings = memory_settings(tmp_path).model_copy(
+        update={"server": ServerSettings.model_validate({"domain": "yard.test", "port": 0})}
+    )
     with running(settings) as server, server.client() as api:
         made = api.post("/v2/sandboxes", json={"templateID": "base"}).json()
         assert made["domain"] == "yard.test"

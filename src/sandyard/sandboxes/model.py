@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -14,12 +15,15 @@ from sandyard.guest.base import Agent
 from sandyard.runtimes.base import Instance, Resources, Rootfs
 from sandyard.store.records import SandboxRecord
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
-
 
 def new_id() -> str:
-    """20 characters of `[a-z0-9]`, 103 random bits: unguessable, and fit for a host name."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(20))
+    """20 characters of `[a-z2-7]`, 100 random bits: unguessable, and fit for a host name."""
+    return base64.b32encode(secrets.token_bytes(13))[:20].decode().lower()
+
+
+def _fields(value: Defaults | Resources) -> dict[str, Any]:
+    """Like `dataclasses.asdict`, without its deep copies."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 class State(StrEnum):
@@ -97,8 +101,8 @@ class Sandbox:
             template_id=self.template_id,
             metadata=dict(self.metadata),
             envs=dict(self.envs),
-            defaults=asdict(self.defaults),
-            resources=asdict(self.resources),
+            defaults=_fields(self.defaults),
+            resources=_fields(self.resources),
             secured=self.secured,
             started_at=self.started_at,
             end_at=self.end_at,

@@ -68,7 +68,10 @@ def open_socket(settings: Settings) -> socket.socket:
     host, port = settings.server.host, settings.server.port
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+        # Inherited by connections; without it the second write of a response may wait 40 ms.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             remedy = f"see who has it with 'ss -ltnp sport = :{port}', or set another server.port"

@@ -30,7 +30,8 @@ class Store:
         await self._database.close()
 
     async def add_sandbox(self, record: SandboxRecord) -> None:
-        await self._execute(sandboxes.insert(), {**asdict(record), "state": ALIVE})
+        values = {name: getattr(record, name) for name in SandboxRecord.__slots__}
+        await self._execute(sandboxes.insert(), {**values, "state": ALIVE})
 
     async def set_end(self, sandbox_id: str, end_at: float) -> None:
         await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(end_at=end_at))

@@ -25,7 +25,8 @@ class Context:
     idempotency: Idempotency
 
 
-def context(request: Request) -> Context:
+async def context(request: Request) -> Context:
+    # async, though it awaits nothing: FastAPI sends plain functions to a thread.
     return cast(Context, request.app.state.context)
 
 
