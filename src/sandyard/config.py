@@ -51,7 +51,7 @@ class SandboxSettings(_Section):
     max_timeout: float = Field(default=86400.0, gt=0)
     max_count: int = Field(default=0, ge=0)  # 0: from the host's memory
     memory_overcommit: float = Field(default=8.0, ge=1)  # sum of memory limits over the host's memory
-    start_concurrency: int = Field(default=0, ge=0)  # 0: number of cores
+    start_concurrency: int = Field(default=0, ge=0)  # 0: four per core
 
 
 class PoolSettings(_Section):

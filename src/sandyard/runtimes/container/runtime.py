@@ -36,6 +36,7 @@ from sandyard.runtimes.container.oci import configuration
 
 AGENT_TIMEOUT = 10.0
 DESTROY_TIMEOUT = 10.0
+_STARTS_PER_CORE = 4  # most of a start is waiting for the kernel
 _ID = re.compile(r"[a-z0-9]{1,40}")
 _Result = TypeVar("_Result")
 
@@ -54,7 +55,7 @@ class ContainerRuntime(Runtime):
         self.layout = Layout(settings.paths.run.absolute(), settings.paths.state.absolute())
         self.capabilities = Capabilities(hard_disk_limit=settings.container.disk != "none")
         self.disks = Disks(self.layout.disks, self.layout.blanks, settings.container.uid_base)
-        self._starting = settings.sandbox.start_concurrency or os.cpu_count() or 1
+        self._starting = settings.sandbox.start_concurrency or _STARTS_PER_CORE * (os.cpu_count() or 1)
         self._slots = asyncio.Semaphore(self._starting)
         self._threads = ThreadPoolExecutor(self._starting + 2, thread_name_prefix="sandyard-container")
         self._instances: dict[str, ContainerInstance] = {}
