@@ -222,6 +222,9 @@ static int open_target(const struct place *place, const struct owner *owner, mod
 		rc = errno;
 	else
 		rc = check_kind(&st, true);
+	/* A change of owner clears the set-id bits. */
+	if (!rc && made && mode & 06000 && fchmod(fd, mode) < 0)
+		rc = errno;
 	if (rc)
 		close(fd);
 	return rc ? -rc : fd;

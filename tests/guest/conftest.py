@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +47,8 @@ class RunningAgent:
     def socket(self) -> socket.socket:
         """A raw connection, for hosts that misbehave."""
         raw = socket.socket(socket.AF_UNIX)
-        raw.settimeout(10)
         raw.connect(str(self.path))
+        raw.settimeout(10)
         return raw
 
     def status(self, field: str) -> int:
@@ -70,7 +71,10 @@ def start_agent(binary: Path, folder: Path) -> RunningAgent:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen(16)
-    environ = {"ASAN_OPTIONS": "detect_leaks=0:handle_abort=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    environ = {
+        "ASAN_OPTIONS": "detect_leaks=0:handle_abort=1:quarantine_size_mb=2",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
     with log.open("wb") as out:
         process = subprocess.Popen(
             [binary, "--listen-fd", str(listener.fileno())], pass_fds=[listener.fileno()], stderr=out, env=environ
@@ -80,8 +84,8 @@ def start_agent(binary: Path, folder: Path) -> RunningAgent:
 
 
 @pytest.fixture
-def running(checked_binary: Path, tmp_path: Path) -> Iterator[RunningAgent]:
-    agent = start_agent(checked_binary, tmp_path)
+def running(checked_binary: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningAgent]:
+    agent = start_agent(checked_binary, tmp_path_factory.mktemp("link"))
     try:
         yield agent
         assert agent.process.poll() is None, f"the agent died: {agent.log.read_text()[-4000:]}"
@@ -99,6 +103,14 @@ async def agent(running: RunningAgent) -> AsyncIterator[LinkAgent]:
     link = await running.connect()
     yield link
     await link.close()
+
+
+@asynccontextmanager
+async def closing(agent: LinkAgent) -> AsyncIterator[LinkAgent]:
+    try:
+        yield agent
+    finally:
+        await agent.close()
 
 
 async def collect(process: Process) -> dict[str, bytes]:

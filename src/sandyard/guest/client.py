@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -237,16 +238,28 @@ def _file_type(number: int) -> FileType:
     return _TYPES[number]
 
 
+def _connect(path: Path) -> socket.socket:
+    # By hand: a Unix socket connects at once or, with its queue full, not at all, which asyncio takes for "soon".
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.setblocking(False)
+        with contextlib.ExitStack() as stack:
+            target = str(path)
+            if len(os.fsencode(target)) > 100:  # longer than a socket address can be
+                parent = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+                stack.callback(os.close, parent)
+                target = f"/proc/self/fd/{parent}/{path.name}"
+            connection.connect(target)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 async def connect_agent(path: Path, *, timeout: float, call_timeout: float = 30.0) -> LinkAgent:
     """One attempt at the socket at `path`; waits up to `timeout` seconds for the agent's greeting."""
     loop = asyncio.get_running_loop()
-    with contextlib.ExitStack() as stack:
-        target = str(path)
-        if len(os.fsencode(target)) > 100:  # longer than a socket address can be
-            parent = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-            stack.callback(os.close, parent)
-            target = f"/proc/self/fd/{parent}/{path.name}"
-        _, link = await loop.create_unix_connection(lambda: Link(loop), target)
+    _, link = await loop.create_unix_connection(lambda: Link(loop), sock=_connect(path))
     try:
         await asyncio.wait_for(asyncio.shield(link.greeting), timeout)
     except BaseException as error:
