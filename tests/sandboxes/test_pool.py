@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sandyard.errors import CapacityError, CreateFailed, DeathReason
+from sandyard.runtimes.base import Instance, SandboxSpec
 from sandyard.runtimes.memory import MemoryRuntime
 
 if TYPE_CHECKING:
@@ -59,6 +60,20 @@ async def test_warm_ones_make_room_for_whoever_needs_it(open_yard: OpenYard, wan
             await yard.create(wanted())
         assert yard.admission.count == 2
         assert len(runtime.instances) == 2
+
+
+async def test_a_place_that_is_being_filled_is_not_refused(open_yard: OpenYard, wanted: Wanted, until: Until) -> None:
+    class Slow(MemoryRuntime):
+        async def create(self, spec: SandboxSpec) -> Instance:
+            await asyncio.sleep(0.1)
+            return await super().create(spec)
+
+    async with open_yard(Slow(), low=1, max_count=1) as yard:
+        await until(lambda: yard.admission.count == 1)
+        assert yard.pool.ready == 0
+        await yard.create(wanted())
+        with pytest.raises(CapacityError):
+            await yard.create(wanted())
 
 
 async def test_a_warm_one_that_dies_is_replaced(open_yard: OpenYard, until: Until) -> None:

@@ -71,6 +71,7 @@ def test_the_key_works_as_bearer_too_and_lies_in_a_private_file(server: LiveServ
         (b'{"templateID": 5}', 400, "templateID"),
         (b'{"templateID": "base", "timeout": 0}', 400, "timeout"),
         (b'{"templateID": "base", "timeout": -3}', 400, "timeout"),
+        (b'{"templateID": "base", "timeout": 86401}', 400, "max_timeout"),
         (b'{"templateID": "base", "timeout": "soon"}', 400, "timeout"),
         (b'{"templateID": "base", "metadata": {"a": 1}}', 400, "metadata.a"),
         (b'{"templateID": "base", "envVars": []}', 400, "envVars"),

@@ -18,6 +18,7 @@ from e2b import (
 )
 
 from sandyard.errors import DeathReason
+from sandyard.runtimes.base import Instance
 
 if TYPE_CHECKING:
     from tests.server.conftest import LiveServer
@@ -191,6 +192,35 @@ def test_a_sandbox_killed_under_a_stream_breaks_it_off(box: Sandbox) -> None:
         handle.wait()
     assert not isinstance(caught.value, CommandExitException)
     assert time.monotonic() - started < 10
+    assert not box.is_running()
+
+
+def test_a_broken_link_is_made_anew_and_the_sandbox_lives_on(
+    box: Sandbox, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = server.agents[-1]
+
+    async def adopt(sandbox_id: str) -> Instance | None:
+        agent.closed = False
+        return server.runtime.instances[sandbox_id]
+
+    monkeypatch.setattr(server.runtime, "adopt", adopt)
+    agent.closed = True
+    with pytest.raises(Exception, match="link to the agent"):
+        box.commands.list()
+    assert box.commands.run("echo again").stdout == "again\n"
+
+
+def test_a_sandbox_whose_agent_never_answers_again_is_dead(
+    box: Sandbox, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def adopt(_sandbox_id: str) -> Instance | None:
+        return None
+
+    monkeypatch.setattr(server.runtime, "adopt", adopt)
+    server.agents[-1].closed = True
+    with pytest.raises(Exception, match="not found"):
+        box.commands.run("echo 1")
     assert not box.is_running()
 
 

@@ -18,7 +18,7 @@ from sandyard.sandboxes.admission import Admission
 from sandyard.sandboxes.graveyard import Graveyard
 from sandyard.sandboxes.leases import Lease, Leases
 from sandyard.sandboxes.model import CreateRequest, Defaults, Sandbox, State, new_id
-from sandyard.sandboxes.pool import WarmPool
+from sandyard.sandboxes.pool import Shelf, WarmPool
 from sandyard.sandboxes.recovery import recover
 from sandyard.sandboxes.stragglers import Stragglers
 from sandyard.sandboxes.templates import Templates, TemplateView
@@ -29,6 +29,16 @@ log = structlog.get_logger("sandyard.sandboxes")
 
 KILLS_AT_ONCE = 16
 DESTROY_SECONDS = 20.0
+HELLO_SECONDS = 2.0
+
+
+async def _answers(sandbox: Sandbox) -> bool:
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            await sandbox.agent.hello()
+    except (SandyardError, TimeoutError):
+        return False
+    return True
 
 
 class SandboxManager:
@@ -52,6 +62,7 @@ class SandboxManager:
         self._stragglers = Stragglers(runtime)
         self._starts = asyncio.Semaphore(cores)
         self._kills_at_once = asyncio.Semaphore(KILLS_AT_ONCE)
+        self._relinking = asyncio.Lock()
         self._sandboxes: dict[str, Sandbox] = {}
         self._kills: dict[str, asyncio.Task[None]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
@@ -90,8 +101,9 @@ class SandboxManager:
     async def create(self, request: CreateRequest) -> Sandbox:
         """Make a sandbox, warm if one waits. It is recorded before this returns.
 
-        Raises `NotFound` (template), `BadRequest` (lease), `CapacityError`, `CreateFailed`, `HostError`."""
+        Raises `NotFound` (template), `BadRequest` (timeout, lease), `CapacityError`, `CreateFailed`, `HostError`."""
         started = time.monotonic()
+        self._check_timeout(request.timeout)
         template = self.templates.get(request.template)
         if request.lease_id is not None:
             self._check_lease(request)
@@ -100,8 +112,7 @@ class SandboxManager:
         instance = self.pool.take(shelf)
         kind = "cold" if instance is None else "warm"
         if instance is None:
-            await self._place(resources)
-            instance = await self._make(template, resources)
+            instance = await self._place(shelf) or await self._make(template, resources)
         sandbox = self._new(request, template, resources, instance)
         try:
             await self.store.add_sandbox(sandbox.record(self.runtime.name))
@@ -152,6 +163,18 @@ class SandboxManager:
             task.add_done_callback(lambda _: self._kills.pop(sandbox_id, None))
         await asyncio.shield(task)
 
+    async def relink(self, sandbox: Sandbox) -> None:
+        """Get a new link to an agent whose link broke though the sandbox lives; kill it where that fails."""
+        async with self._relinking:
+            if sandbox.state is not State.RUNNING or await _answers(sandbox):
+                return
+            log.warning("agent link broke", sandbox=sandbox.id)
+            instance = await self.runtime.adopt(sandbox.id)
+            if instance is None:
+                await self.kill(sandbox.id, DeathReason.CRASHED, "its agent does not answer")
+            else:
+                sandbox.instance = instance
+
     async def sweep(self, tenant: str, labels: Mapping[str, str]) -> Sequence[str]:
         """Kill every sandbox of this tenant that carries all of these labels; their ids."""
         doomed = [s.id for s in self.all(tenant) if labels.items() <= dict(s.metadata).items()]
@@ -163,11 +186,12 @@ class SandboxManager:
 
     async def set_timeout(self, sandbox: Sandbox, seconds: float, *, only_extend: bool = False) -> None:
         """Let the sandbox live `seconds` from now; 0 or less: kill it now. The new end is recorded
-        before this returns."""
+        before this returns. Raises `BadRequest` for more than `sandbox.max_timeout`."""
         if seconds <= 0 and not only_extend:
             await self.kill(sandbox.id, DeathReason.TIMEOUT, "its timeout was set to now")
             return
-        end_at = time.time() + min(seconds, self.settings.sandbox.max_timeout)
+        self._check_timeout(seconds)
+        end_at = time.time() + seconds
         if only_extend and end_at <= sandbox.end_at:
             return
         sandbox.end_at = end_at
@@ -197,14 +221,25 @@ class SandboxManager:
         self._stragglers.add(sandbox_id, lambda: None)
 
     def retry_after(self) -> float:
-        """Seconds until a place may come free: the next expiry, between 1 and 30."""
+        """Seconds until a place may come free: the next expiry, but not more than 5, as kills come unannounced."""
         ends = min((s.end_at for s in self._sandboxes.values()), default=0.0)
-        return min(max(ends - time.time(), 1.0), 30.0)
+        return min(max(ends - time.time(), 1.0), 5.0)
 
-    async def _place(self, resources: Resources) -> None:
-        while self.admission.shortage(resources) is not None and await self.pool.evict():
-            pass
+    async def _place(self, shelf: Shelf) -> Instance | None:
+        """Take a place, from the pool if need be; a sandbox comes with it if one is ready by then.
+
+        Raises `CapacityError`."""
+        resources = shelf.key.resources
+        while self.admission.shortage(resources) is not None:
+            if await self.pool.evict():
+                continue
+            if not await self.pool.next_ready():
+                break
+            instance = self.pool.grab(shelf)
+            if instance is not None:
+                return instance
         self.admission.take(resources, self.retry_after())
+        return None
 
     async def _make(self, template: TemplateView, resources: Resources) -> Instance:
         sandbox_id = new_id()
@@ -228,7 +263,7 @@ class SandboxManager:
             resources=resources,
             instance=instance,
             started_at=now,
-            end_at=now + min(request.timeout, self.settings.sandbox.max_timeout),
+            end_at=now + request.timeout,
             metadata=dict(request.metadata),
             envs=dict(request.envs),
             defaults=Defaults.of(template.rootfs),
@@ -240,6 +275,11 @@ class SandboxManager:
     async def _undo(self, sandbox: Sandbox) -> None:
         self._sandboxes[sandbox.id] = sandbox
         await self.kill(sandbox.id, DeathReason.HOST, "creation was not completed")
+
+    def _check_timeout(self, seconds: float) -> None:
+        longest = self.settings.sandbox.max_timeout
+        if seconds > longest:
+            raise BadRequest(f"timeout: {seconds:g} s is more than sandbox.max_timeout, {longest:g} s", field="timeout")
 
     def _check_lease(self, request: CreateRequest) -> None:
         try:

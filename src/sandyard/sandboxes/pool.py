@@ -121,6 +121,10 @@ class WarmPool:
         """A warm sandbox with its place, or None. Either way the shelf learns that one was wanted."""
         shelf.taken(time.monotonic())
         self._wake.set()
+        return self.grab(shelf)
+
+    def grab(self, shelf: Shelf) -> Instance | None:
+        """Like `take`, for one that was already counted as wanted."""
         if not shelf.ready:
             return None
         instance = shelf.ready.popleft()
@@ -145,6 +149,13 @@ class WarmPool:
         instance = shelf.ready.pop()
         self._unwatch(instance)
         await self._discard(shelf, instance)
+        return True
+
+    async def next_ready(self) -> bool:
+        """Wait until one that is being made is ready, or has failed; False if none is being made."""
+        if not self._tasks:
+            return False
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         return True
 
     async def _keep(self) -> None:

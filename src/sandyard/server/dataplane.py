@@ -137,7 +137,7 @@ class DataPlane:
     def _guest(self, sandbox: Sandbox) -> Guest:
         guest = self._guests.get(sandbox.id)
         if guest is None:
-            guest = self._guests[sandbox.id] = Guest(sandbox, Sessions(), Watchers())
+            guest = self._guests[sandbox.id] = Guest(sandbox, Sessions(), Watchers(), self._manager.relink)
         return guest
 
     def _died(self, sandbox: Sandbox, _death: SandboxDied) -> None:

@@ -8,6 +8,7 @@ import binascii
 import contextlib
 import posixpath
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope, Send
@@ -35,6 +36,7 @@ class Guest:
     sandbox: Sandbox
     sessions: Sessions
     watchers: Watchers
+    relink: Callable[[Sandbox], Awaitable[None]]
     users: dict[str, tuple[float, UserInfo]] = field(default_factory=dict)
     dead: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -44,12 +46,16 @@ class Guest:
         self.watchers.abort()
 
     async def lost(self, error: SandyardError) -> bool:
-        """Whether `error` came from the death of the sandbox, which is known a moment later."""
+        """Whether `error` came from the death of the sandbox, which is known a moment later.
+
+        If it did not, there is a new link when this returns: the next request may well succeed."""
         if not isinstance(error, AgentLinkError):
             return False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DEATH_GRACE_SECONDS):
                 await self.dead.wait()
+        if not self.dead.is_set():
+            await self.relink(self.sandbox)
         return self.dead.is_set()
 
     async def user(self, name: str) -> UserInfo:

@@ -187,6 +187,8 @@ class Session:
         except SandyardError as error:
             # The link often breaks a moment before the death is known; `abort` then ends this task.
             await asyncio.sleep(LINK_GRACE_SECONDS)
+            log.warning("lost the output of a process", pid=self.pid, error=str(error))
+            sessions.forget(self)  # the process may well live: whoever asks next attaches to it anew
             end = end_frame(RpcError("unavailable", str(error)))
         self.ended = end
         if self._timer is not None:
@@ -221,7 +223,7 @@ class Sessions:
         return [session for session in self._sessions.values() if session.ended is None]
 
     def retire(self, session: Session) -> None:
-        asyncio.get_running_loop().call_later(KEPT_SECONDS, self._forget, session)
+        asyncio.get_running_loop().call_later(KEPT_SECONDS, self.forget, session)
 
     def abort(self) -> None:
         for session in self._sessions.values():
@@ -248,6 +250,6 @@ class Sessions:
             raise RpcError("not_found", f"process with pid {session.pid} has ended")
         return session
 
-    def _forget(self, session: Session) -> None:
+    def forget(self, session: Session) -> None:
         if self._sessions.get(session.pid) is session:
             del self._sessions[session.pid]
