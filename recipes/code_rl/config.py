@@ -33,6 +33,7 @@ class RecipeConfig:
     save_steps: int = 0
     seed: int = 0
     env_concurrency: int = 0  # sandboxes held at once
+    warm_start_steps: int = 350  # of the nano policy's supervised pass; cached
     eval_samples: int = 4
     eval_tasks: int = 0  # held-out tasks to evaluate on; 0: all of them
     warm_sandboxes: int = 16  # kept ready on the server for the bursts

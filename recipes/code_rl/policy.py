@@ -16,7 +16,7 @@ from sandyard.train.policies.transformers import TransformersPolicy
 _SHOWN_EVERY = 50
 
 
-async def make_policy(train: TrainConfig, console: Console) -> TransformersPolicy:
+async def make_policy(train: TrainConfig, warm_start_steps: int, console: Console) -> TransformersPolicy:
     """Load `model`, else the nano policy (from its cache, or warm-started now)."""
     torch.set_num_threads(1)  # small steps on few, shared cores: see `sandyard.train.nano.warmstart`
     if train.model:
@@ -24,7 +24,7 @@ async def make_policy(train: TrainConfig, console: Console) -> TransformersPolic
         return await asyncio.to_thread(
             load_policy, train.model, chat_template=train.chat_template, lora_rank=train.lora_rank
         )
-    config = WarmStartConfig(seed=train.seed)
+    config = WarmStartConfig(steps=warm_start_steps, seed=train.seed)
 
     def show(step: int, of: int, loss: float) -> None:
         if step % _SHOWN_EVERY == 0 or step == of:

@@ -60,7 +60,7 @@ async def run(config: RecipeConfig, *, server: Connection, console: Console) -> 
         run_dir = run_directory(config)
         progress = RunProgress(console, max_steps=train.max_steps, rollouts=train.rollouts)
         trainer = GRPOTrainer(
-            await make_policy(train, console),
+            await make_policy(train, config.warm_start_steps, console),
             tasks,
             yard.make_env,
             yard.verifier,

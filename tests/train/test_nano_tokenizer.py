@@ -59,7 +59,7 @@ def test_a_demonstration_round_trips_and_digits_stand_alone(tokenizer: PreTraine
         ids = encode(tokenizer, text)
         assert tokenizer.decode(ids) == text
         assert len(ids) < 200
-    digits = [token for token in tokenizer.get_vocab() if any(c in "0123456789" for c in token)]
+    digits = [token for token in tokenizer.get_vocab() if any(digit in token for digit in "0123456789")]
     assert sorted(digits) == list("0123456789")
 
 

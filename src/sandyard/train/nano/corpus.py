@@ -14,7 +14,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from sandyard.tasks.base import Task
 from sandyard.train.nano.demonstrations import (
     RUN_TOOL,
+    SEMANTICS,
     SUBMIT_TOOL,
+    TOOL_LINE,
     DemonstrationConfig,
     demonstrations,
     tool_schemas,
@@ -36,7 +38,7 @@ def render(messages: Sequence[dict[str, Any]]) -> str:
 def nano_tokenizer(tasks: Sequence[Task], seed: int, config: DemonstrationConfig) -> PreTrainedTokenizerFast:
     """The tokenizer, trained on the text of demonstrations on `tasks`."""
     shown = itertools.islice(demonstrations(tasks, seed, config), _TOKENIZER_DEMONSTRATIONS)
-    return build_tokenizer((render(messages) for messages in shown), (RUN_TOOL, SUBMIT_TOOL))
+    return build_tokenizer((render(messages) for messages in shown), (RUN_TOOL, SUBMIT_TOOL), (SEMANTICS, TOOL_LINE))
 
 
 def targets(ids: Sequence[int], header: Sequence[int], end: int) -> list[int]:

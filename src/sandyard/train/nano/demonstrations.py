@@ -21,20 +21,23 @@ from sandyard.tasks.builtin.generate import FUNCTION_NAMES
 RUN_TOOL = "run_python"
 SUBMIT_TOOL = "submit_solution"
 MAX_TURNS = 3
+# Said in every prompt: one token each in the nano tokenizer, which halves what a rollout costs.
+SEMANTICS = "Solve the task in Python. Each run is a fresh process. Submitting ends it."
+TOOL_LINE = f"Tools: {RUN_TOOL}(code), {SUBMIT_TOOL}(code)."
 
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationConfig:
     """Shares are probabilities per demonstration."""
 
-    right: float = 0.38
+    right: float = 0.48
     tries_first: float = 0.15  # runs the function before submitting it
     max_turns: int = MAX_TURNS
 
 
 def system_prompt(max_turns: int = MAX_TURNS) -> str:
     """The nano policy's system prompt: what is true of every CPython back end, in few tokens."""
-    return f"Solve the task in Python. Each run is a fresh process. Submitting ends it. You have {max_turns} turns."
+    return f"{SEMANTICS} You have {max_turns} turns."
 
 
 def opening(prompt: str, max_turns: int = MAX_TURNS) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from sandyard.train.nano.demonstrations import MAX_TURNS, RUN_TOOL, SUBMIT_TOOL,
 from sandyard.train.policies.base import ParsedTurn, Policy, SamplingParams
 from sandyard.train.seeds import derive_seed
 
-_MAX_TOKENS = 96
+_MAX_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,15 @@ def call_frame(tool: str, argument: str = "code") -> str:
     return f'{{"name": "{tool}", "arguments": {{"{argument}": "'
 
 
-def build_tokenizer(corpus: Iterable[str], tools: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train on `corpus`; `tools` are the names whose call frames become tokens. Deterministic."""
+def build_tokenizer(corpus: Iterable[str], tools: Iterable[str], fixed: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """Train on `corpus`; `tools` are the names whose call frames become tokens, `fixed` further texts that
+    do. Deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(_PIECES), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    frames = [CALL_OPEN, CALL_CLOSE, *(call_frame(tool) for tool in tools), '"}}']
+    frames = [CALL_OPEN, CALL_CLOSE, *(call_frame(tool) for tool in tools), '"}}', *fixed]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - len(frames),
         special_tokens=list(SPECIAL_TOKENS),

@@ -38,7 +38,7 @@ class WarmStartConfig:
     learning_rate: float = 3e-3
     extra_rounds: int = 3
     window: tuple[float, float] = (0.2, 0.5)
-    samples: int = 4
+    samples: int = 2
     seed: int = 0
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
 
