@@ -152,6 +152,13 @@ async def test_output_outlives_a_slow_reader(agent: LinkAgent) -> None:
     assert len(output[Channel.STDOUT]) == 200_004
 
 
+async def test_closed_output_is_not_the_end_of_the_process(agent: LinkAgent) -> None:
+    process = await agent.spawn(sh("exec >&- 2>&-; sleep 0.2; exit 5"))
+    assert await collect(process) == {}
+    assert await agent.processes() == [process.pid]
+    assert await process.wait() == ExitStatus(code=5)
+
+
 async def test_wait_needs_no_reader(agent: LinkAgent) -> None:
     process = await agent.spawn(sh("head -c 50000 /dev/zero; exit 7"))
     assert await process.wait() == ExitStatus(code=7)

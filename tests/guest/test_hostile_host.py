@@ -253,6 +253,8 @@ async def test_the_link_dropped_at_every_step(running: RunningAgent) -> None:
         + frame(Frame.EOF, 0, 1)
         + frame(Frame.RESET, 0, 2)
     )
+    await healthy(running)
+    await asyncio.sleep(0.1)
     before = running.descriptors()
     for cut in range(0, len(session), 3):
         with running.socket() as raw:

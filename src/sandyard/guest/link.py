@@ -277,7 +277,7 @@ class Link(asyncio.BufferedProtocol):
             raise
 
     def _on_hello(self, frame: int, stream_id: int, payload: bytes) -> None:
-        if frame != Frame.HELLO or self.greeting.done():
+        if frame != Frame.HELLO or stream_id or self.greeting.done():
             raise AgentLinkError(f"the agent sent a frame of type {frame} for unknown stream {stream_id}")
         reader = Reader(payload)
         magic, version = reader.raw(4), reader.u16()
