@@ -15,9 +15,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     BuildHookInterface = object
@@ -32,8 +31,7 @@ COMPILERS = ("cc", "gcc", "clang", "musl-gcc")
 OUTPUT = Path("src/sandyard/guest/bin")
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):  # not a dataclass: hatchling does not register this module, which those need
     name: str
     sources: tuple[Path, ...]
     headers: tuple[Path, ...]
