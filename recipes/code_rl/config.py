@@ -18,11 +18,11 @@ class RecipeConfig:
     model: str = ""  # folder or GGUF file; without one the nano policy
     chat_template: str | None = None
     tasks: str = ""  # file in the MBPP format; without one the built-in set
-    batch_size: int = 16
-    num_generations: int = 8
-    max_steps: int = 16
+    batch_size: int = 32
+    num_generations: int = 4
+    max_steps: int = 14
     num_epochs: int = 2
-    minibatch: int = 0
+    minibatch: int = 64
     learning_rate: float = 0.0
     temperature: float = 1.0
     max_tokens: int = 0
@@ -33,7 +33,7 @@ class RecipeConfig:
     save_steps: int = 0
     seed: int = 0
     env_concurrency: int = 0  # sandboxes held at once
-    warm_start_steps: int = 350  # of the nano policy's supervised pass; cached
+    warm_start_steps: int = 600  # of the nano policy's supervised pass; cached
     eval_samples: int = 4
     eval_tasks: int = 0  # held-out tasks to evaluate on; 0: all of them
     warm_sandboxes: int = 16  # kept ready on the server for the bursts
@@ -45,8 +45,8 @@ class RecipeConfig:
 CONFIG = RecipeConfig()
 
 # What differs between a policy of a million parameters that writes one-liners and a pretrained model.
-NANO = TrainConfig(learning_rate=2e-4, max_tokens=96, max_turns=NANO_TURNS, env_concurrency=64)
-MODEL = TrainConfig(learning_rate=1e-5, max_tokens=512, max_turns=4, env_concurrency=64)
+NANO = TrainConfig(learning_rate=2e-4, max_tokens=96, max_turns=NANO_TURNS, env_concurrency=64, micro_tokens=4096)
+MODEL = TrainConfig(learning_rate=1e-5, max_tokens=512, max_turns=4, env_concurrency=64, micro_tokens=4096)
 
 DEADLINES = Deadlines(exec=10.0, step=30.0, rollout=240.0, batch=900.0, verify=120.0)
 

@@ -33,7 +33,7 @@ class WarmStartConfig:
     """`steps` of `batch_size` demonstrations; while the policy solves less than `window[0]` of the
     held-out tasks, up to `extra_rounds` further rounds of a third as many. Raises `ConfigError`."""
 
-    steps: int = 350
+    steps: int = 600
     batch_size: int = 24
     learning_rate: float = 3e-3
     extra_rounds: int = 3
