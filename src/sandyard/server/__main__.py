@@ -17,6 +17,8 @@ from sandyard.config import Settings, load_settings
 from sandyard.errors import SandyardError
 from sandyard.server.serve import run_server
 
+PARENT_SECONDS = 2.0
+
 
 def main(arguments: list[str]) -> int:
     try:
@@ -45,6 +47,15 @@ def _stop_at_end_of_stdin(stop: Callable[[], None]) -> None:
             stop()
 
     loop.add_reader(descriptor, readable)
+    _watch_parent(os.getppid(), stop)
+
+
+def _watch_parent(parent: int, stop: Callable[[], None]) -> None:
+    # A worker that the parent forked may hold the pipe open long after the parent is gone.
+    if os.getppid() != parent:
+        stop()
+    else:
+        asyncio.get_running_loop().call_later(PARENT_SECONDS, _watch_parent, parent, stop)
 
 
 if __name__ == "__main__":

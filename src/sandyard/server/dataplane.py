@@ -83,8 +83,8 @@ class DataPlane:
         try:
             if port != ENVD_PORT:
                 await proxy_http(call, port)
-            elif self._refused(sandbox, scope, headers) is not None:
-                await respond_error(send, 401, self._refused(sandbox, scope, headers) or "")
+            elif (refusal := self._refused(sandbox, scope, headers)) is not None:
+                await respond_error(send, 401, refusal)
             else:
                 await self._envd(call)
         except Aborted:
@@ -122,7 +122,7 @@ class DataPlane:
 
     def _signed(self, scope: Scope) -> tuple[str, int] | None:
         """A signed URL through a plain base URL names no sandbox: the signature tells which it is."""
-        if scope["path"] != "/files" or b"signature=" not in scope.get("query_string", b""):
+        if scope["type"] != "http" or scope["path"] != "/files" or b"signature=" not in scope.get("query_string", b""):
             return None
         query = _query(scope)
         for sandbox in self._manager.all():

@@ -132,13 +132,16 @@ async def _serve(settings: Settings, listener: socket.socket, on_ready: Ready, w
         gc.freeze()  # what is loaded now stays: the collector need not look at it again
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            await _answers(listener, serving)
+            await _answers(listener)
             on_ready(url_of(listener), secrets_dir(settings.paths.state) / KEY_FILE)
+        except BaseException:
+            server.stop()
+            raise
         finally:
             await serving
 
 
-async def _answers(listener: socket.socket, serving: asyncio.Task[None]) -> None:
+async def _answers(listener: socket.socket) -> None:
     """Return when the server answers a request of its own. Raises `HostError`."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -149,8 +152,6 @@ async def _answers(listener: socket.socket, serving: asyncio.Task[None]) -> None
             status = await reader.readline()
             writer.close()
     except (OSError, TimeoutError) as error:
-        serving.cancel()
         raise HostError(f"the server does not answer on {host} port {port}: {error}") from error
     if b" 204 " not in status:
-        serving.cancel()
         raise HostError(f"the server answers its own health check with {status!r}")
