@@ -30,6 +30,7 @@ _GRACE = 30.0  # a client waits this much longer than the server, so that the se
 _KILL_TIMEOUT = 15.0
 _STDIN_CHUNK = 256 << 10
 _OPEN_TIMEOUT = 60.0
+_DEATH_NOTICE = 0.3
 _MAX_COMMAND = 120 << 10  # it is one argument of bash, and the kernel's limit is 128 KiB
 _GONE = tuple(
     kind
@@ -130,7 +131,9 @@ class RemoteSandbox:
                 return tap.execution(None, timed_out=True, duration=elapsed)
             raise await explain_loss(error, self.sandbox_id, self.connection) from error
         if exit_code is None and not tap.flooded.is_set():
-            # A process ended by a signal may be all that is seen of the sandbox's own end.
+            # A process ended by a signal may be all that is seen of the sandbox's own end, a moment
+            # before the server knows of it.
+            await asyncio.sleep(_DEATH_NOTICE)
             died = await find_death(self.sandbox_id, self.connection, "a command ended by a signal")
             if died is not None:
                 raise died
