@@ -1,0 +1,5 @@
+"""`python -m sandyard` is the `sandyard` command."""
+
+from sandyard.cli import main
+
+main()
