@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 from sandyard.envs.base import Env, Execution, StepResult
 from sandyard.errors import Conflict
 from sandyard.tasks.base import Task
-from sandyard.verify.base import Verdict, Verifier
-from sandyard.verify.shaping import shape_reward
 
 T = TypeVar("T")
+Scorer = Callable[[Task, str | None], Coroutine[Any, Any, float]]
 _JOIN_TIMEOUT = 30.0
 
 
 class SyncEnv:
     """Wraps `env`. Calls come from any thread but not from a coroutine of the caller's own loop.
 
-    `evaluate` needs a `verifier`. `close` ends the thread; nothing can be done afterwards.
+    `evaluate` needs a `score(task, submission)`, such as `functools.partial(verify.shaping.score,
+    verifier)`. `close` ends the thread; nothing can be done afterwards.
     """
 
-    def __init__(self, env: Env, verifier: Verifier | None = None) -> None:
+    def __init__(self, env: Env, score: Scorer | None = None) -> None:
         self.env = env
-        self._verifier = verifier
+        self._score = score
         self._task: Task | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sandyard-sync-env", daemon=True)
@@ -52,15 +52,12 @@ class SyncEnv:
     def submission(self) -> str | None:
         return self.env.submission
 
-    def verify(self) -> Verdict:
-        """The verdict on what was submitted for the task of the last reset."""
-        if self._verifier is None or self._task is None:
-            raise Conflict("nothing to evaluate", remedy="give a verifier, and reset with a task")
-        return self._run(self._verifier.verify(self._task, self.env.submission))
-
     def evaluate(self, trajectories: object = None, **kwargs: Any) -> float:
-        """The shaped reward of this episode, in [0, 1]. The arguments are twinkle's and not needed."""
-        return shape_reward(self.verify())
+        """The reward of what was submitted for the task of the last reset. The arguments are
+        twinkle's and not needed. Raises `Conflict` without a scorer or a task."""
+        if self._score is None or self._task is None:
+            raise Conflict("nothing to evaluate", remedy="give a scorer, and reset with a task")
+        return self._run(self._score(self._task, self.env.submission))
 
     def close(self) -> None:
         """Idempotent."""

@@ -7,7 +7,8 @@ is not worth learning; the floor of 0.1 for submitting gives the first gradient.
 from __future__ import annotations
 
 from sandyard.errors import VerifierError
-from sandyard.verify.base import Verdict
+from sandyard.tasks.base import Task
+from sandyard.verify.base import Verdict, Verifier
 
 ALL_PASSED = 1.0
 SUBMITTED = 0.1
@@ -28,3 +29,8 @@ def shape_reward(verdict: Verdict) -> float:
     if verdict.passed == verdict.total:
         return ALL_PASSED
     return SUBMITTED + PART * (verdict.passed / verdict.total)
+
+
+async def score(verifier: Verifier, task: Task, solution: str | None) -> float:
+    """The shaped reward of `solution`; raises what `verify` raises."""
+    return shape_reward(await verifier.verify(task, solution))

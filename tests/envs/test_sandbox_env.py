@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.envs.conftest import node_settings
-from tests.envs.test_code import hold_to_its_word
+from tests.envs.helpers import hold_to_its_word, node_settings
 
 from sandyard.config import PoolSettings, Settings
 from sandyard.connection import Connection

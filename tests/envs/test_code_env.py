@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
+from tests.envs.helpers import hold_to_its_word
 
 from sandyard.envs.backends import known_backends, load_backend, memory, sandbox
 from sandyard.envs.base import StepStatus
 from sandyard.envs.memory import MemoryCodeEnv
 from sandyard.envs.sync import SyncEnv
-from sandyard.envs.toolenv import ToolEnv
 from sandyard.errors import ConfigError, Conflict
 from sandyard.tasks.base import Task
 from sandyard.verify.local import local_verifier
+from sandyard.verify.shaping import score
 
 TASK = Task("t", "Write f(x) that doubles x.", tests=("assert f(2) == 4", "assert f(0) == 0"))
 
@@ -108,31 +110,6 @@ def test_a_back_end_has_its_parts(name: str) -> None:
     assert "stopped after 7 seconds" in prompt
 
 
-async def hold_to_its_word(env: ToolEnv, prompt: str) -> None:
-    """Every statement of a back end's prompt, tried."""
-
-    async def run(code: str) -> str:
-        return (await env.step("run_python", {"code": code})).observation
-
-    assert "fresh process" in prompt
-    assert await run("x = 1\nimport math") == "(no output)"
-    assert "NameError" in await run("print(x)")
-    assert "NameError" in await run("print(math.pi)")
-    assert "Files that a program writes stay" in prompt
-    await run("open('kept', 'w').write('here')")
-    assert await run("print(open('kept').read())") == "here"
-    assert "no standard input" in prompt or "and no standard input" in prompt
-    assert "EOFError" in await run("input()")
-    assert "Python 3" in prompt
-    assert await run("import sys; print(sys.version_info[0])") == "3"
-    assert "stopped after 1 seconds" in prompt
-    assert "[stopped" in await run("while True: pass")
-    if "no network" in prompt:
-        probe = "import socket\nsocket.create_connection(('{}', 53), timeout=1)"
-        for address in ("1.1.1.1", "8.8.8.8", "169.254.169.254"):
-            assert "OSError" in await run(probe.format(address)) or "TimeoutError" in await run(probe.format(address))
-
-
 async def test_the_memory_prompt_is_true() -> None:
     async with memory.make_env(run_timeout=1) as env:
         await env.reset()
@@ -140,7 +117,7 @@ async def test_the_memory_prompt_is_true() -> None:
 
 
 def test_the_synchronous_face() -> None:
-    with SyncEnv(MemoryCodeEnv(), local_verifier()) as env:
+    with SyncEnv(MemoryCodeEnv(), partial(score, local_verifier())) as env:
         env.reset(TASK)
         assert env.tools()[0]["function"]["name"] == "run_python"
         assert env.step("run_python", {"code": "print(1)"}).observation == "1"
