@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from sandyard.connection import Connection as Server
+from sandyard.connection import Connection
 from sandyard.envs.backends import Backend, load_backend
 from sandyard.envs.base import Env
-from sandyard.envs.connection import Connection
 from sandyard.envs.lease import SandboxLease
 from sandyard.train.config import TrainConfig
 from sandyard.verify.base import Verifier
@@ -32,20 +31,19 @@ class Yard:
 
 
 @asynccontextmanager
-async def open_yard(config: RecipeConfig, train: TrainConfig, server: Server) -> AsyncIterator[Yard]:
+async def open_yard(config: RecipeConfig, train: TrainConfig, server: Connection) -> AsyncIterator[Yard]:
     """Everything acquired here is gone when the context ends, or within the lease if this process dies."""
     backend = load_backend()
     seconds = train.deadlines.exec
     if backend.NAME != "sandbox":
         yield Yard(backend, lambda: backend.make_env(run_timeout=seconds), local_verifier(), None)
         return
-    connection = Connection(server.api_url, server.api_key, server.sandbox_url)
     lifetime = train.deadlines.rollout + train.deadlines.step
     warm = {TEMPLATE: min(config.warm_sandboxes, train.rollouts)} if config.warm_sandboxes else {}
-    async with SandboxLease(connection, ttl=config.lease_seconds, labels={"recipe": "code_rl"}, warm=warm) as lease:
+    async with SandboxLease(server, ttl=config.lease_seconds, labels={"recipe": "code_rl"}, warm=warm) as lease:
         yield Yard(
             backend,
             lambda: backend.make_env(template=TEMPLATE, run_timeout=seconds, lease=lease, sandbox_timeout=lifetime),
-            CodeVerifier(SandboxLauncher(connection, template=TEMPLATE, lease=lease)),
+            CodeVerifier(SandboxLauncher(server, template=TEMPLATE, lease=lease)),
             (await lease.capacity()).max_sandboxes,
         )

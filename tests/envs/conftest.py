@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.envs.helpers import node_settings
 
 from sandyard.connection import Connection
 from sandyard.server.embedded import EmbeddedServer
+from tests.envs.helpers import node_settings
 
 
 @pytest.fixture(scope="module")

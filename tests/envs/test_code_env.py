@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.envs.helpers import hold_to_its_word
 
 from sandyard.envs.backends import known_backends, load_backend, memory, sandbox
 from sandyard.envs.base import StepStatus
@@ -19,6 +18,7 @@ from sandyard.errors import ConfigError, Conflict
 from sandyard.tasks.base import Task
 from sandyard.verify.local import local_verifier
 from sandyard.verify.shaping import score
+from tests.envs.helpers import hold_to_its_word
 
 TASK = Task("t", "Write f(x) that doubles x.", tests=("assert f(2) == 4", "assert f(0) == 0"))
 

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.envs.helpers import hold_to_its_word, node_settings
 
 from sandyard.config import PoolSettings, Settings
 from sandyard.connection import Connection
@@ -39,6 +38,7 @@ from sandyard.verify.base import TestOutcome
 from sandyard.verify.code import CodeVerifier, SandboxLauncher
 from sandyard.verify.evaluate import evaluate_solutions
 from sandyard.verify.program import RunnerLimits
+from tests.envs.helpers import hold_to_its_word, node_settings
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.guest.conftest import RunningAgent, collect
 
 from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode, HostError
 from sandyard.guest import (
@@ -17,6 +16,7 @@ from sandyard.guest import (
     ProcessSpec,
     agent_binary,
 )
+from tests.guest.conftest import RunningAgent, collect
 
 
 @pytest.fixture(params=["link", "memory"])

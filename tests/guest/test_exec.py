@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.guest.conftest import RunningAgent, collect, eventually, needs_root
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest import Channel, ExitStatus, LinkAgent, ProcessSpec, PtySize
+from tests.guest.conftest import RunningAgent, collect, eventually, needs_root
 
 
 def sh(script: str, **more: object) -> ProcessSpec:

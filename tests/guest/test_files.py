@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.guest.conftest import RunningAgent, eventually, needs_root
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest import FileType, LinkAgent
+from tests.guest.conftest import RunningAgent, eventually, needs_root
 
 ODD_NAMES = ["new\nline", "\udcff\udcfe", "-rf", "a b", "*", "\x01", "x" * 255, "é", "'\"\\"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.guest.conftest import collect
 
 from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest import LinkAgent, ProcessSpec, open_agent
 from sandyard.guest.link import Call, Link
 from sandyard.guest.wire import HEADER, MAGIC, Frame, Op, Reader, text, texts, u16, u32
+from tests.guest.conftest import collect
 
 HELLO = MAGIC + u16(1) + u32(2) + b"id" + u32(1)
 

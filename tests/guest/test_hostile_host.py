@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Self
 
 import pytest
-from tests.guest.conftest import RunningAgent, collect, eventually
 
 from sandyard.guest import Channel, ExitStatus, ProcessSpec
 from sandyard.guest.wire import HEADER, MAGIC, Frame, Op, text, texts, u8, u16, u32, u64
+from tests.guest.conftest import RunningAgent, collect, eventually
 
 HELLO = HEADER.pack(6, Frame.HELLO, 0, 0, 0) + MAGIC + u16(1)
 

@@ -5,10 +5,10 @@ import os
 import socket
 
 import pytest
-from tests.guest.conftest import RunningAgent, eventually
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest import LinkAgent, PortStream
+from tests.guest.conftest import RunningAgent, eventually
 
 
 async def read_all(stream: PortStream) -> bytes:

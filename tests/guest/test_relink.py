@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.guest.conftest import RunningAgent, closing, collect, eventually, needs_root
 
 from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest import Channel, ExitStatus, LinkAgent, ProcessSpec, PtySize, Watch, open_agent
+from tests.guest.conftest import RunningAgent, closing, collect, eventually, needs_root
 
 
 async def test_processes_live_on_and_are_taken_over(running: RunningAgent) -> None:

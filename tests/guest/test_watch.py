@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.guest.conftest import RunningAgent, collect, eventually
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest import LinkAgent, ProcessSpec, Watch, WatchEvent, WatchEventType
+from tests.guest.conftest import RunningAgent, collect, eventually
 
 CREATE, WRITE, REMOVE = WatchEventType.CREATE, WatchEventType.WRITE, WatchEventType.REMOVE
 RENAME, CHMOD = WatchEventType.RENAME, WatchEventType.CHMOD

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from tests.server.conftest import memory_settings, running
 from websockets.exceptions import InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
@@ -22,6 +21,7 @@ from websockets.typing import Subprotocol
 
 from sandyard.config import ServerSettings
 from sandyard.server.envd.signing import sign
+from tests.server.conftest import memory_settings, running
 
 if TYPE_CHECKING:
     from tests.server.conftest import LiveServer

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.server.conftest import memory_settings
 
 from sandyard.config import ServerSettings, Settings
 from sandyard.errors import ConfigError, Conflict, HostError
 from sandyard.server.embedded import EmbeddedServer
 from sandyard.server.lock import DirectoryLock
 from sandyard.server.serve import check_address, open_socket
+from tests.server.conftest import memory_settings
 
 
 def test_a_public_address_is_refused_unless_asked_for() -> None:

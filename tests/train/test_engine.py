@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import FakeEnv, FakeVerifier, make_policy, make_tasks
 
 from sandyard.envs.base import StepResult, StepStatus
 from sandyard.errors import (
@@ -29,6 +28,7 @@ from sandyard.train.policies.chat import render_call
 from sandyard.train.rollout import RolloutConfig, RolloutEngine
 from sandyard.train.testing import END, ScriptedPolicy
 from sandyard.train.trajectory import EndReason, Trajectory, read_trajectories, write_trajectories
+from tests.train.tiny import FakeEnv, FakeVerifier, make_policy, make_tasks
 
 RUN = render_call("run_python", {"code": "1"})
 SUBMIT = render_call("submit_solution", {"code": "xx"})

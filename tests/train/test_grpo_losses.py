@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import make_model, make_tokenizer
 
 from sandyard.errors import ConfigError
 from sandyard.train.losses import LossConfig, k3, loss_sum, normalizer, policy_loss, ratios, token_losses
 from sandyard.train.metrics import clip_ratio, masked_mean
 from sandyard.train.policies.transformers import model_logprobs
+from tests.train.tiny import make_model, make_tokenizer
 
 PROMPT, COMPLETION, ROWS = 5, 9, 6
 

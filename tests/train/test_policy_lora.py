@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.test_trainer import CONFIG, make_trainer
-from tests.train.tiny import make_model, make_policy, make_tokenizer
 
 from sandyard.errors import HostError
 from sandyard.train.policies.base import SamplingParams
@@ -16,6 +14,8 @@ from sandyard.train.policies.loading import load_policy, with_lora
 from sandyard.train.policies.transformers import TransformersPolicy
 from sandyard.train.reference import freeze_reference
 from sandyard.train.runlog import read_metrics
+from tests.train.test_trainer import CONFIG, make_trainer
+from tests.train.tiny import make_model, make_policy, make_tokenizer
 
 # peft asks transformers by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import RUN, SUBMIT, make_model, make_policy, make_tokenizer
 
 from sandyard.errors import ConfigError, HostError
 from sandyard.train.policies import loading
@@ -20,6 +19,7 @@ from sandyard.train.policies.completions import plain_logprobs
 from sandyard.train.policies.decode import DecodeLoop
 from sandyard.train.policies.loading import load_policy, require_memory
 from sandyard.train.policies.transformers import TransformersPolicy
+from tests.train.tiny import RUN, SUBMIT, make_model, make_policy, make_tokenizer
 
 TOOLS = [RUN.to_openai(), SUBMIT.to_openai()]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import FakeEnv, FakeVerifier, make_tasks
 
 from sandyard.errors import ConfigError
 from sandyard.tasks.base import Task
@@ -19,6 +18,7 @@ from sandyard.train.policies.loading import SMOLLM2, load_policy
 from sandyard.train.runlog import read_metrics
 from sandyard.train.trainer import GRPOTrainer
 from sandyard.verify.base import Verdict
+from tests.train.tiny import FakeEnv, FakeVerifier, make_tasks
 
 pytestmark = [
     pytest.mark.full,

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import FakeEnv, FakeVerifier, make_policy, make_tasks
 
 from sandyard.errors import BadRequest, CapacityError, ConfigError, DeathReason, SandboxDied, SandyardError
 from sandyard.train.batching import Sample, collate, micro_batches
@@ -29,6 +28,7 @@ from sandyard.train.trainer import GRPOTrainer, TrainEvent, TrainingStopped
 from sandyard.train.trajectory import EndReason, Trajectory, read_lines
 from sandyard.train.update import Updater
 from sandyard.verify.base import Verdict
+from tests.train.tiny import FakeEnv, FakeVerifier, make_policy, make_tasks
 
 CONFIG = TrainConfig(
     batch_size=2, num_generations=4, max_steps=4, max_tokens=6, max_turns=1, learning_rate=1e-3, save_steps=2

@@ -18,20 +18,24 @@ from sandyard.errors import ClientError, SandyardError
 
 NOUNS = ("serve", "setup", "doctor", "conformance", "auth", "sandbox", "template", "train", "evaluate")
 
-app = typer.Typer(
-    name="sandyard",
-    help="A self-hosted yard of sandboxes for agentic reinforcement learning.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+
+def build_app() -> typer.Typer:
+    """The root command with every noun registered."""
+    app = typer.Typer(
+        name="sandyard",
+        help="A self-hosted yard of sandboxes for agentic reinforcement learning.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for noun in NOUNS:
+        importlib.import_module(f"sandyard.cli.{noun}").register(app)
+    return app
 
 
 def main() -> None:
     """Entry point of the `sandyard` command."""
-    for noun in NOUNS:
-        importlib.import_module(f"sandyard.cli.{noun}").register(app)
+    app = build_app()
     try:
         app()  # ends with SystemExit; a wrong call is already answered with its usage
     except SandyardError as error:

@@ -25,8 +25,11 @@ def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output
         stdout.print("none")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, no_wrap=column != columns[-1])
+    first, *others = columns
+    # The first column is what people copy: it is never cut, however narrow the terminal.
+    table.add_column(first, no_wrap=True, min_width=max(len(_cell(row.get(first))) for row in rows))
+    for column in others:
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     stdout.print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,7 @@ def evaluate(
         str, typer.Option(help="`reference`, `pass`, or a JSONL file of task_id and solution")
     ] = "reference",
     limit: Annotated[int | None, typer.Option(help="only the first N tasks")] = None,
-    concurrency: Annotated[int, typer.Option(help="verifications at once", min=1)] = 8,
+    concurrency: Annotated[int, typer.Option(help="verifications at once", min=1)] = 2 * (os.cpu_count() or 1),
     output: Annotated[Path | None, typer.Option(help="write every score to this JSON file")] = None,
     api_url: Annotated[
         str | None, typer.Option(help="server to use; without one a server is started for this run")

@@ -16,12 +16,11 @@ from sandyard.cli.terminal import attach, exit_code, require_terminal
 from sandyard.connection import resolve_connection
 from sandyard.errors import BadRequest, NotFound
 
-sandbox = typer.Typer(help="Start, use and end sandboxes.", no_args_is_help=True)
-
 SandboxId = Annotated[str, typer.Argument(metavar="ID", help="sandbox id, as `sandyard list` prints it")]
 
 
 def register(app: typer.Typer) -> None:
+    sandbox = typer.Typer(help="Start, use and end sandboxes.", no_args_is_help=True)
     app.add_typer(sandbox, name="sandbox")
     for target in (sandbox, app):
         target.command("start")(start)

@@ -10,14 +10,15 @@ import typer
 from sandyard.cli.console import Output, print_rows
 from sandyard.connection import resolve_connection
 
-template = typer.Typer(help="What sandboxes can start from.", no_args_is_help=True)
-
 
 def register(app: typer.Typer) -> None:
+    template = typer.Typer(help="What sandboxes can start from.", no_args_is_help=True)
+    # A group of its own even with one verb: typer would otherwise drop the verb.
+    template.callback()(lambda: None)
+    template.command("list")(list_templates)
     app.add_typer(template, name="template")
 
 
-@template.command("list")
 def list_templates(
     output: Annotated[Output, typer.Option(help="auto: table on a terminal, else json")] = "auto",
 ) -> None:
