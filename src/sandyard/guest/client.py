@@ -153,7 +153,7 @@ class LinkAgent(Agent):
         self._link.open(Op.WRITE, text(path) + text(user or "") + u32(mode & 0o7777), stream)
         try:
             if isinstance(data, bytes | bytearray | memoryview):
-                await self._send(stream, bytes(data))
+                await self._send(stream, memoryview(data if isinstance(data, bytes) else bytes(data)))
             else:
                 await self._send_all(stream, data)
             stream.write_eof()
@@ -165,19 +165,27 @@ class LinkAgent(Agent):
             stream.reset()
 
     async def _send_all(self, stream: Stream, chunks: AsyncIterator[bytes]) -> None:
-        pending = bytearray()
+        """Cut the chunks into whole parts; only what is left of one is copied, to wait for the next."""
+        rest = b""
         async for chunk in chunks:
-            pending += chunk
-            while len(pending) >= PAYLOAD_MAX:
-                await self._send(stream, bytes(pending[:PAYLOAD_MAX]))
-                del pending[:PAYLOAD_MAX]
-        await self._send(stream, bytes(pending))
+            view = memoryview(chunk)
+            if rest:
+                missing = PAYLOAD_MAX - len(rest)
+                rest, view = rest + view[:missing], view[missing:]
+                if len(rest) < PAYLOAD_MAX:
+                    continue
+                await self._send(stream, memoryview(rest))
+            whole = len(view) - len(view) % PAYLOAD_MAX
+            await self._send(stream, view[:whole])
+            rest = bytes(view[whole:])
+        await self._send(stream, memoryview(rest))
 
-    async def _send(self, stream: Stream, data: bytes) -> None:
+    async def _send(self, stream: Stream, data: memoryview) -> None:
         for at in range(0, len(data), PAYLOAD_MAX):
             part = data[at : at + PAYLOAD_MAX]
             # Whole parts only: each is one write(2) on the other side.
-            await stream.until(partial(_has_credit, stream, len(part)), self._timeout)
+            if stream.credit < len(part):
+                await stream.until(partial(_has_credit, stream, len(part)), self._timeout)
             if stream.ended:
                 raise stream.failure()
             await stream.write(part)

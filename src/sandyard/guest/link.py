@@ -31,6 +31,7 @@ from sandyard.guest.wire import (
 
 _BUFFER = 4 * PAYLOAD_MAX
 _CLOSING_MAX = 4096
+_COPY_MAX = 8192  # below that one buffer is cheaper than two
 _FROM_AGENT = frozenset({Frame.DATA, Frame.CREDIT, Frame.EOF, Frame.RESULT, Frame.EXIT, Frame.RESET})
 
 
@@ -170,9 +171,17 @@ class Link(asyncio.BufferedProtocol):
             return
         self.send(Frame.RESET, 0, receiver.id)
 
-    def send(self, frame: int, channel: int, stream_id: int, payload: bytes = b"", flags: int = 0) -> None:
-        if self._transport and not self.error:
-            self._transport.write(HEADER.pack(len(payload), frame, channel, flags, stream_id) + payload)
+    def send(
+        self, frame: int, channel: int, stream_id: int, payload: bytes | memoryview = b"", flags: int = 0
+    ) -> None:
+        """`payload` must not change any more: it may be sent from where it lies."""
+        if self._transport is None or self.error:
+            return
+        header = HEADER.pack(len(payload), frame, channel, flags, stream_id)
+        if len(payload) < _COPY_MAX:
+            self._transport.write(header + payload)
+        else:
+            self._transport.writelines((header, payload))
 
     async def drain(self) -> None:
         """Wait while the socket is full."""

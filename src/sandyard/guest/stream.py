@@ -156,11 +156,12 @@ class Stream(Receiver):
             self._returned[channel] = 0
         return channel, bytes(data)
 
-    async def write(self, data: bytes, timeout: float | None = None) -> None:
+    async def write(self, data: bytes | memoryview, timeout: float | None = None) -> None:
         """Send on channel 0, waiting for credit. `GuestError(INVALID)` if the other side reads no more."""
         at = 0
         while at < len(data):
-            await self.until(lambda: self.credit > 0 or STDIN in self.eofs, timeout)
+            if self.credit <= 0:
+                await self.until(lambda: self.credit > 0 or STDIN in self.eofs, timeout)
             if self.ended and self.error:
                 raise self.error
             if self.ended or STDIN in self.eofs:
