@@ -27,6 +27,7 @@ _HOP_BY_HOP = {
     b"transfer-encoding",
     b"upgrade",
 }
+_HEAD_LIMIT = 64 * 1024
 # Meant for this server: untrusted code must not learn them.
 _OURS = {b"x-api-key", b"x-access-token", b"e2b-sandbox-id", b"e2b-sandbox-port", b"e2b-traffic-access-token"}
 
@@ -42,9 +43,19 @@ class BrokenResponse(Exception):
 def passed_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """The request headers that may be passed on, with where the request came from."""
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    passed = [(name, value) for name, value in headers if name not in _HOP_BY_HOP and name not in _OURS]
+    passed = [
+        (name, value)
+        for name, value in headers
+        if name not in _HOP_BY_HOP and name not in _OURS and not (name == b"authorization" and _is_key(value))
+    ]
     host = next((value for name, value in passed if name == b"host"), b"")
     return [*passed, (b"x-forwarded-host", host), (b"x-forwarded-proto", scope["scheme"].encode())]
+
+
+def _is_key(value: bytes) -> bool:
+    # Any other Authorization is between the client and the program inside.
+    kind, _, credential = value.strip().partition(b" ")
+    return kind.lower() == b"bearer" and credential.strip().startswith(b"e2b_")
 
 
 async def exchange(scope: Scope, receive: Receive, send: Send, stream: PortStream) -> None:
@@ -89,10 +100,29 @@ class _Response:
         self.head_done = False
         self.done = False
         self.until_close = True
+        self.fruitless = 0
         self.body: list[bytes] = []
         self.parser = httptools.HttpResponseParser(self)
 
+    def feed(self, data: bytes) -> None:
+        """Raises `HttpParserError`, and `BadResponse` for a head or trailers without end."""
+        self.fruitless += len(data)
+        self.parser.feed_data(data)
+        if self.body:
+            self.fruitless = 0
+        if self.fruitless > _HEAD_LIMIT:
+            raise BadResponse(f"more than {_HEAD_LIMIT} bytes that are no body")
+
+    def check(self, status: int) -> None:
+        """Before the head is passed on. Raises `BadResponse`."""
+        if not 200 <= status < 600:
+            raise BadResponse(f"status {status}")
+        if status in (204, 304):  # they have no body, whatever its length would be
+            self.headers = [(name, value) for name, value in self.headers if name != b"content-length"]
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head_done:
+            return  # a trailer
         lower = name.lower()
         if lower in (b"content-length", b"transfer-encoding"):
             self.until_close = False
@@ -118,11 +148,12 @@ async def _send_response(scope: Scope, send: Send, stream: PortStream) -> None:
     started = False
     try:
         async for data in _reads(stream):
-            response.parser.feed_data(data)
+            response.feed(data)
             if not response.head_done:
                 continue
             status = response.parser.get_status_code()
             if not started:
+                response.check(status)
                 started = True
                 await send({"type": "http.response.start", "status": status, "headers": response.headers})
             bodiless = scope["method"] == "HEAD" or status in (204, 304)
@@ -135,7 +166,7 @@ async def _send_response(scope: Scope, send: Send, stream: PortStream) -> None:
             if not started or not response.until_close:
                 raise BadResponse("the connection was closed before the response was complete")
         await send({"type": "http.response.body", "body": b""})
-    except (httptools.HttpParserError, GuestError, BadResponse) as error:
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade, GuestError, BadResponse) as error:
         if started:
             raise BrokenResponse(str(error)) from error
         raise BadResponse(str(error)) from error

@@ -42,7 +42,9 @@ def _protocol(scope: Scope) -> ClientProtocol:
     host = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"host"), "localhost")
     name, _, port = host.partition(":")
     query = scope["query_string"].decode("latin-1")
-    uri = WebSocketURI(False, name, int(port) if port.isdigit() else 80, scope["path"], query)
+    # As it came: decoded, a path could hold line breaks, and with them headers.
+    path = scope["raw_path"].decode("latin-1")
+    uri = WebSocketURI(False, name, int(port) if len(port) <= 5 and port.isdecimal() else 80, path, query)
     wanted = [Subprotocol(value) for value in scope.get("subprotocols", ())]
     return ClientProtocol(uri, subprotocols=wanted or None, max_size=MESSAGE_LIMIT)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
-from starlette.types import Receive, Scope, Send
+from fastapi import FastAPI, HTTPException, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from sandyard.sandboxes import SandboxManager
 from sandyard.server.auth import Keys
@@ -14,6 +14,8 @@ from sandyard.server.dataplane import DataPlane
 from sandyard.server.metrics import Metrics
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
+
+BODY_LIMIT = 1 << 20
 
 
 class Application:
@@ -30,7 +32,22 @@ class Application:
         if scope["type"] in ("http", "websocket") and (target := self.data.route(scope)) is not None:
             await self.data(scope, receive, send, *target)
         else:
-            await self.control(scope, receive, send)
+            await self.control(scope, bounded(receive, BODY_LIMIT), send)
+
+
+def bounded(receive: Receive, limit: int) -> Receive:
+    """`receive` that gives up on a body of more than `limit` bytes: it is read before the key is looked at."""
+    left = limit
+
+    async def counted() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise HTTPException(413, f"the body passes {limit} bytes")
+        return message
+
+    return counted
 
 
 def control_plane(context: Context) -> FastAPI:

@@ -19,11 +19,12 @@ from sandyard.server.envd.watchers import Watchers
 from sandyard.server.ports import NO_RETRY, proxy_http, proxy_websocket
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
-from sandyard.server.web import ClientGone, Headers, headers_of, respond_error
+from sandyard.server.web import ClientGone, Headers, decimal, headers_of, respond_error
 
 log = structlog.get_logger("sandyard.dataplane")
 
 ENVD_PORT = 49983
+_HOST = rb"(\d{1,5})-([a-z0-9]+)\.%b(?::\d{1,5})?"
 
 
 class DataPlane:
@@ -32,7 +33,7 @@ class DataPlane:
         self._tokens = tokens
         self._envd = EnvdRouter(usage)
         self._guests: dict[str, Guest] = {}
-        self._host = re.compile(rb"(\d{1,5})-([a-z0-9]+)\." + re.escape(domain.encode())) if domain else None
+        self._host = re.compile(_HOST % re.escape(domain.lower().encode())) if domain else None
         manager.on_death.append(self._died)
 
     def route(self, scope: Scope) -> tuple[str, int | None] | None:
@@ -46,13 +47,14 @@ class DataPlane:
                 port = value
             elif name == b"host":
                 host = value
-        if self._host is not None and host is not None and (match := self._host.match(host)):
+        if self._host is not None and host is not None and (match := self._host.fullmatch(host.lower())):
             port, sandbox_id = match.groups()
         if sandbox_id is None:
             return self._signed(scope)
         if port is None:
             return sandbox_id.decode("latin-1"), ENVD_PORT
-        return sandbox_id.decode("latin-1"), int(port) if port.isdigit() and 0 < int(port) < 65536 else None
+        number = decimal(port)
+        return sandbox_id.decode("latin-1"), number if number is not None and 0 < number < 65536 else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, sandbox_id: str, port: int | None) -> None:
         if scope["type"] == "websocket":
@@ -93,6 +95,11 @@ class DataPlane:
             log.debug("client went away", sandbox=sandbox.id, path=scope["path"])
         except AgentLinkError as error:
             await self._link_lost(call, error)
+        except Exception as error:  # a bug: told in the form every client parses, and logged
+            log.error("internal error", sandbox=sandbox.id, path=scope["path"], exc_info=error)
+            if call.started:
+                return  # uvicorn breaks an unfinished response off
+            await respond_error(send, 500, "internal error", [NO_RETRY])
 
     async def _link_lost(self, call: Call, error: SandyardError) -> None:
         """Before the response: say how the sandbox died. Within it: break the connection off."""

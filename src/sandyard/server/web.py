@@ -28,6 +28,11 @@ def headers_of(scope: Scope) -> Headers:
     return found
 
 
+def decimal(value: bytes | None) -> int | None:
+    """The number of a header, None for anything but one to eighteen ASCII digits."""
+    return int(value) if value is not None and len(value) <= 18 and value.isdigit() else None
+
+
 async def body_chunks(receive: Receive) -> AsyncIterator[bytes]:
     while True:
         message = await receive()

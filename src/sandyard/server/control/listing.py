@@ -99,9 +99,9 @@ def _fits(sandbox: Sandbox, query: ListQuery) -> bool:
 def _time(value: str) -> float:
     try:
         moment = datetime.fromisoformat(value.replace(" ", "+"))
-    except ValueError as error:
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError) as error:
         raise BadRequest(f"startedAfter: '{value}' is not an ISO 8601 time", field="startedAfter") from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _token(value: str) -> tuple[float, str]:

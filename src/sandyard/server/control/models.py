@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from sandyard.runtimes.base import Resources
 from sandyard.sandboxes import Sandbox, TemplateView
@@ -14,19 +14,36 @@ from sandyard.server.usage import MIB, Sample
 ENVD_VERSION = "0.6.13"  # the envd whose features are offered
 
 
+
+def _number(value: object) -> object:
+    if isinstance(value, bool | str):
+        raise ValueError("Input should be a number of seconds")
+    return value
+
+
+def _encodable(value: str) -> str:
+    # JSON can write half of a surrogate pair; no answer, database or process could take it.
+    value.encode()
+    return value
+
+
+Seconds = Annotated[int, BeforeValidator(_number), Field(ge=-(10**12), le=10**12)]
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class _Request(BaseModel):
     model_config = ConfigDict(extra="ignore")  # newer clients send fields that older servers do not know
 
 
 class NewSandbox(_Request):
     templateID: str = Field(min_length=1, description="Name or id of a template.")
-    timeout: int | None = Field(default=None, description="Lifetime in seconds; more than 0.")
-    metadata: dict[str, str] = Field(
+    timeout: Seconds | None = Field(default=None, description="Lifetime in seconds; more than 0.")
+    metadata: dict[Text, Text] = Field(
         default_factory=dict,
         description="Labels. `sandyard.lease` binds the sandbox to a lease, `sandyard.idle_timeout` (seconds) "
         "kills it after so long without use.",
     )
-    envVars: dict[str, str] = Field(default_factory=dict)
+    envVars: dict[Text, Text] = Field(default_factory=dict)
     secure: bool = False
     autoPause: bool = False
     autoResume: dict[str, Any] | None = None
@@ -37,15 +54,15 @@ class NewSandbox(_Request):
 
 
 class ConnectSandbox(_Request):
-    timeout: int | None = None
+    timeout: Seconds | None = None
 
 
 class SetTimeout(_Request):
-    timeout: int = Field(description="Seconds from now; 0 or less ends the sandbox now.")
+    timeout: Seconds = Field(description="Seconds from now; 0 or less ends the sandbox now.")
 
 
 class Refresh(_Request):
-    duration: int | None = Field(default=None, ge=0, le=3600)
+    duration: Seconds | None = Field(default=None, ge=0, le=3600)
 
 
 class WarmRequest(_Request):
@@ -55,12 +72,12 @@ class WarmRequest(_Request):
 
 class NewLease(_Request):
     ttl: float = Field(gt=0, le=86400, description="Seconds without a renewal after which its sandboxes are killed.")
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: dict[Text, Text] = Field(default_factory=dict)
     warm: list[WarmRequest] = Field(default_factory=list, description="Bursts of creates to prepare for.")
 
 
 class SweepRequest(_Request):
-    metadata: dict[str, str] = Field(min_length=1, description="Every label a sandbox must carry to be killed.")
+    metadata: dict[Text, Text] = Field(min_length=1, description="Every label a sandbox must carry to be killed.")
 
 
 class LeaseView(BaseModel):

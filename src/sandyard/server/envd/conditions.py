@@ -9,7 +9,7 @@ from email.utils import formatdate, parsedate_to_datetime
 
 from sandyard.guest.base import FileInfo
 
-_RANGE = re.compile(rb"bytes=(\d*)-(\d*)")
+_RANGE = re.compile(rb"bytes=(\d{0,18})-(\d{0,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +73,5 @@ def _date(value: bytes | None) -> int | None:
         return None
     try:
         return int(parsedate_to_datetime(value.decode("latin-1")).timestamp())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

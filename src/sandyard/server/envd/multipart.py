@@ -9,6 +9,7 @@ from email.parser import BytesHeaderParser
 from sandyard.errors import BadRequest
 
 HEADER_LIMIT = 16 * 1024
+PART_LIMIT = 10_000
 
 
 def boundary_of(content_type: bytes) -> bytes | None:
@@ -18,7 +19,7 @@ def boundary_of(content_type: bytes) -> bytes | None:
     boundary = headers.get_boundary()
     if headers.get_content_type() != "multipart/form-data" or not boundary:
         return None
-    return boundary.encode("latin-1")
+    return boundary.encode("utf-8", "surrogateescape")
 
 
 class Part:
@@ -45,7 +46,11 @@ class MultipartReader:
 
     async def parts(self) -> AsyncIterator[Part]:
         await self._skip_to_delimiter()
+        count = 0
         while not await self._at_end():
+            count += 1
+            if count > PART_LIMIT:
+                raise BadRequest(f"multipart body: more than {PART_LIMIT} parts", remedy="use several requests")
             yield Part(await self._headers(), self)
             async for _ in self.part_chunks():
                 pass  # whatever the consumer left unread

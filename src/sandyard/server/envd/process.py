@@ -6,13 +6,14 @@ import asyncio
 import base64
 import binascii
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest.base import ProcessSpec, PtySize
 from sandyard.server.envd.call import Aborted, Call, unknown_user
 from sandyard.server.envd.connect import Message, RpcError, flag, frame, number, record, text
 from sandyard.server.envd.sessions import DEADLINE, KEEPALIVE, Session, Subscriber
+from sandyard.server.web import ClientGone, decimal
 
 KEEPALIVE_SECONDS = 90.0
 _SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL, "15": 15, "9": 9}
@@ -51,7 +52,7 @@ async def update(call: Call, message: Message) -> Message:
 
 async def send_input(call: Call, message: Message) -> Message:
     session = await _running(call, message)
-    await session.process.write_stdin(_input(message))
+    await _unless_gone(call, session.process.write_stdin(_input(message)))
     return {}
 
 
@@ -88,6 +89,19 @@ async def close_stdin(call: Call, message: Message) -> Message:
     session = await _running(call, message)
     await session.process.close_stdin()
     return {}
+
+
+async def _unless_gone(call: Call, work: Coroutine[None, None, None]) -> None:
+    """Give `work` up when the client goes: a process that never reads would hold its request for ever."""
+    gone, task = asyncio.ensure_future(disconnected(call)), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((gone, task), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
 
 
 async def _spawn(call: Call, config: Message, message: Message) -> Session:
@@ -198,15 +212,12 @@ async def disconnected(call: Call) -> None:
 
 
 def _deadline(call: Call) -> float | None:
-    value = call.headers.get(b"connect-timeout-ms")
-    if value is None or not value.isdigit() or int(value) == 0:
-        return None
-    return int(value) / 1000
+    value = decimal(call.headers.get(b"connect-timeout-ms"))
+    return value / 1000 if value else None
 
 
 def keepalive_interval(call: Call) -> float:
-    value = call.headers.get(b"keepalive-ping-interval", b"")
-    return float(value) if value.isdigit() and int(value) > 0 else KEEPALIVE_SECONDS
+    return float(decimal(call.headers.get(b"keepalive-ping-interval")) or KEEPALIVE_SECONDS)
 
 
 async def _running(call: Call, message: Message) -> Session:

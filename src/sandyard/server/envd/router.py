@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import parse_qsl
 
-from sandyard.errors import BadRequest, SandyardError, Unsupported
+from sandyard.errors import BadRequest, GuestError, SandyardError, Unsupported
 from sandyard.server.envd import files, filesystem, process, watching
 from sandyard.server.envd.call import Aborted, Call
 from sandyard.server.envd.connect import (
@@ -187,7 +187,7 @@ async def _files(call: Call, method: str) -> None:
         await respond_error(call.send, HTTP_STATUS.get(error.code, 500), str(error), [files.CORS])
     except files.FileFailure as failure:
         await files.answer_guest_error(call, failure.path, failure.error)
-    except (BadRequest, Unsupported) as error:
+    except (BadRequest, Unsupported, GuestError) as error:
         await respond_error(call.send, 400, str(error), [files.CORS])
     except ClientGone:
         pass  # nobody is left to answer

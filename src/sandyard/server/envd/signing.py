@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
+from sandyard.server.web import decimal
+
 Operation = Literal["read", "write"]
 
 
@@ -28,9 +30,9 @@ def verify(query: Mapping[str, str], operation: Operation, token: str) -> None:
     if not signature:
         raise BadSignature("missing signature query parameter")
     expiration = query.get("signature_expiration")
-    if expiration is not None and not expiration.isdigit():
+    until = decimal(expiration.encode()) if expiration is not None else None
+    if expiration is not None and until is None:
         raise BadSignature("invalid signature")
-    until = int(expiration) if expiration is not None else None
     right = sign(query.get("path", ""), operation, query.get("username", ""), token, until)
     if not hmac.compare_digest(right.encode(), signature.encode()):
         raise BadSignature("invalid signature")
