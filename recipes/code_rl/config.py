@@ -20,7 +20,7 @@ class RecipeConfig:
     tasks: str = ""  # file in the MBPP format; without one the built-in set
     batch_size: int = 32
     num_generations: int = 4
-    max_steps: int = 14
+    max_steps: int = 24
     num_epochs: int = 2
     minibatch: int = 64
     learning_rate: float = 0.0
@@ -45,7 +45,7 @@ class RecipeConfig:
 CONFIG = RecipeConfig()
 
 # What differs between a policy of a million parameters that writes one-liners and a pretrained model.
-NANO = TrainConfig(learning_rate=2e-4, max_tokens=96, max_turns=NANO_TURNS, env_concurrency=64, micro_tokens=4096)
+NANO = TrainConfig(learning_rate=1.5e-4, max_tokens=96, max_turns=NANO_TURNS, env_concurrency=64, micro_tokens=4096)
 MODEL = TrainConfig(learning_rate=1e-5, max_tokens=512, max_turns=4, env_concurrency=64, micro_tokens=4096)
 
 DEADLINES = Deadlines(exec=10.0, step=30.0, rollout=240.0, batch=900.0, verify=120.0)
