@@ -23,6 +23,7 @@ from sandyard.errors import CreateFailed
 DiskKind = Literal["loop", "none"]
 _FORMAT = 1  # change when the empty image's making changes
 _MAKING, _STALE_SECONDS = ".making-", 600
+_FREEING_AT_ONCE = 64
 _RESERVE_MB = 128  # what creation leaves free on the host
 # No journal: the disk dies with its sandbox. No resize inode, few superblock copies and packed
 # metadata keep an empty image near 150 KiB.
@@ -41,6 +42,7 @@ class Disks:
     blanks: Path
     uid_base: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _freeing: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(_FREEING_AT_ONCE))
 
     def prepare(self, kind: DiskKind, sandbox_id: str, size_mb: int) -> list[str]:
         """Make what the launcher needs and return its arguments for the mounts below `MOUNT`.
@@ -83,10 +85,31 @@ class Disks:
         return {entry.name for entry in os.scandir(self.store)} if self.store.is_dir() else set()
 
     def remove(self, sandbox_id: str) -> None:
-        """Remove the files; no process of the sandbox is left. Idempotent."""
+        """Remove the files; no process of the sandbox is left. Idempotent.
+
+        The image's name is gone on return, its blocks a moment later: a host file system mounted
+        with `discard` waits for the device at each extent it frees."""
         home = self.store / sandbox_id
-        if home.exists():
+        if not home.exists():
+            return
+        held = _hold(home / "disk.img")
+        try:
             shutil.rmtree(home)
+        finally:
+            if held is not None:
+                self._free(held)
+
+    def _free(self, descriptor: int) -> None:
+        """Close what keeps a removed image's blocks, off the caller's path unless many are waiting."""
+        if not self._freeing.acquire(blocking=False):
+            os.close(descriptor)
+            return
+
+        def close() -> None:
+            os.close(descriptor)
+            self._freeing.release()
+
+        threading.Thread(target=close, name="sandyard-free", daemon=True).start()
 
     def _check_room(self) -> None:
         self.store.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -112,6 +135,13 @@ class Disks:
             if done.returncode != 0:
                 raise CreateFailed("disk", f"mkfs.ext4: {done.stderr.strip()}")
             image.rename(path)
+
+
+def _hold(image: Path) -> int | None:
+    try:
+        return os.open(image, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None  # no image: a plain directory, or one that was never cloned
 
 
 def _skeleton(home: Path, uid: int) -> None:
