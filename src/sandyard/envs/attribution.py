@@ -21,6 +21,7 @@ from sandyard.errors import (
 )
 
 _ASK_TIMEOUT = 10.0
+_REFUSED_KEY = (401, 403)
 _RETRY_AFTER = re.compile(r"(?:retry|again)[^0-9]{0,20}([0-9]+(?:\.[0-9]+)?) ?s", re.IGNORECASE)
 
 
@@ -29,9 +30,9 @@ def explain_create(error: Exception, template: str, connection: Connection) -> S
     text = str(error)
     if isinstance(error, e2b.RateLimitException):
         return capacity_error(text)
-    if isinstance(error, e2b.AuthenticationException):
-        return Unauthorized(f"{connection.api_url} refused the key: {text}", remedy="check E2B_API_KEY")
     status = getattr(error, "status_code", None) or _leading_status(text)
+    if isinstance(error, e2b.AuthenticationException) or status in _REFUSED_KEY:
+        return _refused(connection, text)
     if status == 404:
         return NotFound(f"template {template!r}: {text}")
     if status in (400, 409, 422):
@@ -52,22 +53,30 @@ def capacity_error(text: str) -> CapacityError:
 async def explain_loss(error: Exception, sandbox_id: str, connection: Connection) -> SandyardError:
     """The error for a call that an existing sandbox did not answer, after asking the API about it."""
     detail = str(error) or type(error).__name__
+    if isinstance(error, e2b.RateLimitException):
+        return capacity_error(detail)
     died = await find_death(sandbox_id, connection, detail)
     return died or AgentLinkError(f"sandbox {sandbox_id} lives but a call to it failed: {detail}")
 
 
-async def find_death(sandbox_id: str, connection: Connection, detail: str = "") -> SandboxDied | None:
-    """The death of a sandbox as the API tells it; None while it lives."""
+async def find_death(sandbox_id: str, connection: Connection, detail: str = "") -> SandyardError | None:
+    """The death of a sandbox as the API tells it, or `Unauthorized`; None while it lives."""
     try:
         async with httpx.AsyncClient(timeout=_ASK_TIMEOUT) as client:
             answer = await client.get(f"{connection.api_url}/sandboxes/{sandbox_id}", headers=connection.headers())
-    except httpx.TransportError as lost:
+    except httpx.HTTPError as lost:
         return SandboxDied(sandbox_id, DeathReason.HOST, f"{connection.api_url} does not answer: {lost or detail}")
     if answer.status_code == 404:
         return SandboxDied(sandbox_id, *_death(answer))
-    if answer.status_code == 200:
+    if answer.status_code in _REFUSED_KEY:
+        return _refused(connection, detail)
+    if answer.status_code in (200, 429):
         return None
     return SandboxDied(sandbox_id, DeathReason.HOST, f"the API answered {answer.status_code}: {detail}")
+
+
+def _refused(connection: Connection, text: str) -> Unauthorized:
+    return Unauthorized(f"{connection.api_url} refused the key: {text}", remedy="check E2B_API_KEY")
 
 
 def _death(answer: httpx.Response) -> tuple[DeathReason, str]:
@@ -75,6 +84,8 @@ def _death(answer: httpx.Response) -> tuple[DeathReason, str]:
     try:
         body = answer.json()
     except ValueError:
+        body = {}
+    if not isinstance(body, dict):
         body = {}
     code, message = str(body.get("error_code", "")), str(body.get("message", answer.text))
     name = code.removeprefix("sandbox_dead_")

@@ -76,7 +76,7 @@ class SandboxLease:
         try:
             warm = [{"templateID": template, "count": count} for template, count in self.warm.items()]
             answer = await self._request("POST", "/leases", {"ttl": self.ttl, "labels": self.labels, "warm": warm})
-            self._lease_id = str(answer["leaseID"])
+            self._lease_id = str(_field(answer, "leaseID"))
         except BaseException:
             await self._client.aclose()
             raise
@@ -90,7 +90,7 @@ class SandboxLease:
 
     async def capacity(self) -> Capacity:
         answer = await self._request("GET", "/capacity")
-        return Capacity(*(int(answer[key]) for key in ("maxSandboxes", "running", "warm", "free")))
+        return Capacity(*(int(_field(answer, key)) for key in ("maxSandboxes", "running", "warm", "free")))
 
     async def _end(self) -> None:
         assert self._client is not None
@@ -121,12 +121,27 @@ class SandboxLease:
         assert self._client is not None
         try:
             answer = await self._client.request(method, path, json=body)
-        except httpx.TransportError as error:
+        except httpx.HTTPError as error:
             raise SandboxError(f"{self.connection.api_url} does not answer: {error or type(error).__name__}") from error
         if answer.status_code >= 400:
             raise _refusal(method, path, answer)
+        return _body(method, path, answer)
+
+
+def _body(method: str, path: str, answer: httpx.Response) -> dict[str, Any]:
+    try:
         found = answer.json() if answer.content else {}
-        return found if isinstance(found, dict) else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise SandboxError(f"{method} {path}: the answer is not Sandyard's: {answer.text[:100]!r}")
+    return found
+
+
+def _field(answer: Mapping[str, Any], name: str) -> Any:
+    if name not in answer:
+        raise SandboxError(f"the server's answer has no {name}: it is not a Sandyard server, or another version")
+    return answer[name]
 
 
 def _refusal(method: str, path: str, answer: httpx.Response) -> SandyardError:
@@ -135,7 +150,7 @@ def _refusal(method: str, path: str, answer: httpx.Response) -> SandyardError:
     except (ValueError, AttributeError):
         message = answer.text[:300]
     text = f"{method} {path}: {answer.status_code} {message}"
-    if answer.status_code == 401:
+    if answer.status_code in (401, 403):
         return Unauthorized(text, remedy="check E2B_API_KEY")
     if answer.status_code == 404:
         return NotFound(text)
