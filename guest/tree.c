@@ -2,7 +2,8 @@
  *
  * A command's descendants can leave its session and lose their parents, but they inherit resource
  * limits. RLIMIT_RTTIME means nothing to a process that is not real-time and is larger than any run
- * could last, so its value marks the command: every spawn gets another. */
+ * could last, so its value marks the command: every spawn gets another. It is drawn at random, so
+ * that agents which see each other's processes (outside a pid namespace) never share one. */
 #include "proc.h"
 
 #include <dirent.h>
@@ -12,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -22,18 +24,25 @@ struct member {
 	bool marked, stopped, chosen;
 };
 
-static uint64_t next_mark;
+static uint64_t mark_limit = 1ULL << 62;
 
 void tree_init(void)
 {
 	struct rlimit limit;
 
-	next_mark = 1ULL << 62;
-	if (getrlimit(RLIMIT_RTTIME, &limit) == 0 && limit.rlim_max != RLIM_INFINITY && limit.rlim_max < next_mark)
-		next_mark = limit.rlim_max;
+	if (getrlimit(RLIMIT_RTTIME, &limit) == 0 && limit.rlim_max != RLIM_INFINITY && limit.rlim_max < mark_limit)
+		mark_limit = limit.rlim_max;
 }
 
-uint64_t tree_mark(void) { return --next_mark; }
+uint64_t tree_mark(void)
+{
+	static uint64_t last;
+	uint64_t half = mark_limit / 2, drawn;
+
+	if (getrandom(&drawn, sizeof drawn, GRND_NONBLOCK) != (ssize_t)sizeof drawn)
+		drawn = ++last * 0x9e3779b97f4a7c15 + now_ms();
+	return half + drawn % (half ? half : 1);
+}
 
 static ssize_t read_proc(pid_t pid, const char *name, char *buf, size_t size)
 {

@@ -10,7 +10,7 @@ import pytest
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest import Channel, ExitStatus, LinkAgent, ProcessSpec, PtySize
-from tests.guest.conftest import RunningAgent, collect, eventually, needs_root
+from tests.guest.conftest import RunningAgent, collect, eventually, needs_root, start_agent
 
 
 def sh(script: str, **more: object) -> ProcessSpec:
@@ -314,3 +314,22 @@ async def test_nothing_is_left_open(agent: LinkAgent, running: RunningAgent) -> 
     hello = await agent.hello()
     assert (hello["streams"], hello["processes"]) == ("0", "0")
     await eventually(lambda: running.descriptors() == before)
+
+
+async def test_agents_that_see_each_other_kill_only_their_own(
+    checked_binary: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two agents outside any pid namespace, each with its first command: the marks must not be the same."""
+    agents = [start_agent(checked_binary, tmp_path_factory.mktemp("link")) for _ in range(2)]
+    try:
+        links = [await agent.connect() for agent in agents]
+        mine, other = [await link.spawn(ProcessSpec(["sleep", "60"])) for link in links]
+        await mine.signal(signal.SIGKILL)
+        assert await mine.wait() == ExitStatus(signal=signal.SIGKILL)
+        assert await links[1].processes() == [other.pid]
+        for link in links:
+            await link.close()
+    finally:
+        for agent in agents:
+            agent.process.terminate()
+            agent.process.wait()
