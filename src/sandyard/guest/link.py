@@ -171,9 +171,7 @@ class Link(asyncio.BufferedProtocol):
             return
         self.send(Frame.RESET, 0, receiver.id)
 
-    def send(
-        self, frame: int, channel: int, stream_id: int, payload: bytes | memoryview = b"", flags: int = 0
-    ) -> None:
+    def send(self, frame: int, channel: int, stream_id: int, payload: bytes | memoryview = b"", flags: int = 0) -> None:
         """`payload` must not change any more: it may be sent from where it lies."""
         if self._transport is None or self.error:
             return

@@ -100,6 +100,8 @@ class Instance(ABC):
 class Runtime(ABC):
     name: str
     capabilities: Capabilities
+    starts_at_once: int = 16
+    """How many creates make progress at a time; the rest wait within `create`."""
 
     @abstractmethod
     async def probe(self) -> Probe:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -53,14 +52,14 @@ class SandboxManager:
         self.timers = Timers()
         self.graveyard = Graveyard(store)
         self.leases = Leases(store, self.timers, self._lease_expired)
-        cores = settings.sandbox.start_concurrency or os.cpu_count() or 1
+        # Half of what the runtime starts at once: a caller always finds the other half free.
+        ahead = max(runtime.starts_at_once // 2, 1)
         self.pool = WarmPool(
-            runtime, self.admission, settings.pool, concurrency=cores, foreground=lambda: self._creating > 0
+            runtime, self.admission, settings.pool, concurrency=ahead, foreground=lambda: self._creating > 0
         )
         self.on_create: list[Callable[[str, float], None]] = []  # ("warm" | "cold", seconds)
         self.on_death: list[Callable[[Sandbox, SandboxDied], None]] = []
         self._stragglers = Stragglers(runtime)
-        self._starts = asyncio.Semaphore(cores)
         self._kills_at_once = asyncio.Semaphore(KILLS_AT_ONCE)
         self._relinking = asyncio.Lock()
         self._sandboxes: dict[str, Sandbox] = {}
@@ -245,8 +244,7 @@ class SandboxManager:
         sandbox_id = new_id()
         self._creating += 1
         try:
-            async with self._starts:
-                return await self.runtime.create(SandboxSpec(sandbox_id, template.rootfs, resources, sandbox_id))
+            return await self.runtime.create(SandboxSpec(sandbox_id, template.rootfs, resources, sandbox_id))
         except BaseException:
             self.admission.release(resources)
             raise

@@ -2,8 +2,8 @@
 
 Per template and size there is a shelf. Its aim follows the bursts it has seen, between `pool.low`
 and `pool.high`; a reservation raises the aim for a burst that is announced. Shelves are filled in
-the background, one sandbox at a time (a reservation: as many as may start at once), never while a
-foreground create runs, and only from places that nobody else wants.
+the background, one sandbox at a time (a reservation: half of what the runtime starts at once),
+never while a foreground create runs, and only from places that nobody else wants.
 """
 
 from __future__ import annotations

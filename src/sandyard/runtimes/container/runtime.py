@@ -55,9 +55,9 @@ class ContainerRuntime(Runtime):
         self.layout = Layout(settings.paths.run.absolute(), settings.paths.state.absolute())
         self.capabilities = Capabilities(hard_disk_limit=settings.container.disk != "none")
         self.disks = Disks(self.layout.disks, self.layout.blanks, settings.container.uid_base)
-        self._starting = settings.sandbox.start_concurrency or _STARTS_PER_CORE * (os.cpu_count() or 1)
-        self._slots = asyncio.Semaphore(self._starting)
-        self._threads = ThreadPoolExecutor(self._starting + 2, thread_name_prefix="sandyard-container")
+        self.starts_at_once = settings.sandbox.start_concurrency or _STARTS_PER_CORE * (os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(self.starts_at_once)
+        self._threads = ThreadPoolExecutor(self.starts_at_once + 2, thread_name_prefix="sandyard-container")
         self._instances: dict[str, ContainerInstance] = {}
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ready = asyncio.Lock()
