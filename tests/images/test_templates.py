@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import stat
+import subprocess
 import tarfile
 import threading
 from pathlib import Path
@@ -155,6 +156,26 @@ def test_finish_adds_the_user_under_a_free_id(tmp_path: Path) -> None:
     before = (root / "etc/passwd").read_text()
     finish(root)
     assert (root / "etc/passwd").read_text() == before
+
+
+def test_a_login_shell_starts_no_program_to_learn_its_user(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: run `sudo make test`")
+    root = tree(tmp_path / "root")
+    profile = root / "etc/profile"
+    profile.write_text('if [ "$(id -u)" -eq 0 ]; then who=root; else who=$(id -u); fi; echo $who\n')
+    finish(root)
+    once = profile.read_text()
+    expected = "root" if os.geteuid() == 0 else str(os.geteuid())
+    for shell in ("bash", "dash"):
+        answer = subprocess.run([shell, profile], capture_output=True, text=True, check=True)
+        assert answer.stdout.strip() == expected
+    without = subprocess.run(
+        ["/bin/bash", profile], env={"PATH": "/nowhere"}, capture_output=True, text=True, check=True
+    )
+    assert (without.stdout.strip(), without.stderr) == (expected, "")
+    finish(root)
+    assert profile.read_text() == once
 
 
 @pytest.mark.parametrize("name", ["etc", "etc/passwd", "etc/sudoers.d", "home"])

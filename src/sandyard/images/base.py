@@ -26,7 +26,7 @@ from sandyard.images.templates import Origin, Template, TemplateStore
 
 BASE = "base"
 PACKAGES = ("bash", "python3", "git", "curl", "sudo", "ncurses-bin", "procps", "ca-certificates")
-_FORMAT = 1  # change when the making changes
+_FORMAT = 2  # change when the making changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,20 @@ def finish(root: Path) -> None:
     _put(root, "etc/sudoers.d/sandyard", f"{USER} ALL=(ALL:ALL) NOPASSWD: ALL\n", 0o440)
     _put(root, "etc/resolv.conf", "# no network\n", 0o644)
     _put(root, "etc/hostname", "sandbox\n", 0o644)
+    _quicken_profile(root)
     if missing_commands(root, ["python"]) and os.path.lexists(root / "usr/bin/python3"):
         _directory(root, "usr/bin")
         os.symlink("python3", root / "usr/bin/python")
+
+
+def _quicken_profile(root: Path) -> None:
+    """Debian's profile starts `id` for what bash knows, and each command runs in a login shell: 2 ms of 4."""
+    path = root / "etc/profile"
+    if not os.path.lexists(path) or not stat.S_ISREG(path.lstat().st_mode):
+        return
+    text = _text(root, "etc/profile")
+    if "$(id -u)" in text and "EUID" not in text:
+        _put(root, "etc/profile", text.replace("$(id -u)", "${EUID:-$(id -u)}"), 0o644)
 
 
 def _add_user(root: Path) -> int:
