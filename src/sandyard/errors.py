@@ -13,7 +13,8 @@ Every failure belongs to exactly one *boundary*. The boundary decides who pays f
 
 A failure of the infrastructure (task, verifier, sandbox, capacity) is never scored: it is retried
 on a fresh sandbox if nothing was observed yet, else the rollout is masked out of its group, counted
-and shown. The tree:
+and shown. The caller's mistake (client) and an error that is not of this tree, a fault of the program,
+are no rollout's: they end the run. The tree:
 
     SandyardError
     ├── ClientError                 boundary client

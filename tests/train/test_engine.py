@@ -13,17 +13,21 @@ import torch
 from sandyard.envs.base import StepResult, StepStatus
 from sandyard.errors import (
     AgentLinkError,
+    BadRequest,
     CapacityError,
     ConfigError,
     CreateFailed,
     DeathReason,
+    NotFound,
     SandboxDied,
     SandyardError,
     TaskError,
+    Unauthorized,
     VerifierError,
 )
 from sandyard.train.deadlines import Deadlines
-from sandyard.train.episode import system_and_user
+from sandyard.train.episode import MAX_CALLS, system_and_user
+from sandyard.train.metrics import rollout_metrics
 from sandyard.train.policies.chat import render_call
 from sandyard.train.rollout import RolloutConfig, RolloutEngine
 from sandyard.train.testing import END, ScriptedPolicy
@@ -104,7 +108,6 @@ async def test_the_other_ends() -> None:
     no_room = await play(RUN, max_length=500)
     assert (no_room.end_reason, no_room.truncated) == (EndReason.LENGTH, True)
     assert len(no_room.prompt_ids) + len(no_room.token_ids) <= 500
-    assert (await play(SUBMIT, max_length=100)).end_reason is EndReason.LENGTH
 
 
 async def test_never_submitted_is_scored_zero_not_masked() -> None:
@@ -247,11 +250,69 @@ async def test_no_room_is_waited_for_and_then_masked() -> None:
     assert (trajectory.masked, envs.made) == ("capacity", 3)
 
 
-async def test_a_fault_of_the_program_masks_one_rollout(caplog: pytest.LogCaptureFixture) -> None:
-    envs = Faulty(at(1, KeyError("oops")))
-    broken, fine = await make_engine(ScriptedPolicy([RUN, SUBMIT]), envs).run(make_tasks(2))
-    assert (broken.masked, fine.reward) == ("error:KeyError", 1.0)
-    assert "KeyError" in caplog.text
+@pytest.mark.parametrize("error", [KeyError("oops"), TypeError("bug"), Unauthorized("wrong key"), NotFound("base")])
+async def test_what_is_no_rollouts_fault_ends_the_batch_at_once(error: Exception) -> None:
+    """A wrong key or a bug meets every rollout alike: masking them all would hide it."""
+    envs = Faulty(at(1, error))
+    started = time.perf_counter()
+    with pytest.raises(type(error)) as caught:
+        await make_engine(ScriptedPolicy([RUN, SUBMIT]), lambda: slow(envs())).run(make_tasks(2))
+    assert caught.value is error
+    assert error.__notes__ == ["in a rollout of task t0"]
+    assert time.perf_counter() - started < 5  # the other rollout, which takes 9 s, was not waited for
+    assert FakeEnv.live == 0
+
+
+def slow(env: FakeEnv) -> FakeEnv:
+    if env._fail(1) is None:
+        env._delay = 9
+    return env
+
+
+async def test_a_bug_of_the_verifier_or_the_reward_ends_the_batch() -> None:
+    buggy = FakeVerifier(lambda attempt: AttributeError("bug"))
+    with pytest.raises(AttributeError):
+        await make_engine(ScriptedPolicy([SUBMIT]), verifier=buggy).run(make_tasks(1))
+    assert buggy.calls == 1
+    for nothing in (None, float("nan"), float("inf"), "1.0"):
+        engine = make_engine(ScriptedPolicy([SUBMIT]))
+        engine._reward = lambda verdict, nothing=nothing: nothing  # type: ignore[misc]
+        with pytest.raises(BadRequest, match="not a finite number"):
+            await engine.run(make_tasks(1))
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), TimeoutError("slow")])
+async def test_a_bare_connection_error_of_an_env_is_the_infrastructures(error: Exception) -> None:
+    envs = Faulty(at(0, error), at(2, error))
+    (trajectory,) = await make_engine(ScriptedPolicy([RUN, SUBMIT]), envs).run(make_tasks(1))
+    reason = f"error:{type(error).__name__}"
+    assert (trajectory.masked, trajectory.failures, trajectory.reward) == (reason, [reason], None)
+    metrics = rollout_metrics([trajectory], 1)
+    assert (metrics["env/failures"], metrics[f"env/failures/{reason}"]) == (2.0, 2.0)
+    assert (metrics["train/masked"], metrics[f"train/masked/{reason}"]) == (1.0, 1.0)
+
+
+async def test_a_prompt_that_the_model_cannot_hold_is_the_tasks_fault() -> None:
+    trajectory = await play(SUBMIT, max_length=100)
+    assert (trajectory.masked, trajectory.reward, trajectory.attempts) == ("task", None, 1)
+    assert "the policy holds 100" in (trajectory.detail or "")
+
+
+async def test_a_turn_of_too_many_calls_is_told_and_not_done() -> None:
+    config = replace(CONFIG, max_tokens=2000)
+    within = await play("".join([RUN] * MAX_CALLS), SUBMIT, config=config)
+    assert (len(within.calls), within.tool_errors, within.reward) == (MAX_CALLS + 1, 0, 1.0)
+    beyond = await play("".join([RUN] * (MAX_CALLS + 1)), SUBMIT, config=config)
+    assert ([call.tool for call in beyond.calls], beyond.tool_errors) == (["", "submit_solution"], 1)
+    assert beyond.reward == 1.0
+
+
+async def test_half_a_surrogate_pair_is_written_and_read(tmp_path: Path) -> None:
+    half = render_call("submit_solution", {"code": "xx \ud83d"})
+    trajectory = await play(half)
+    assert trajectory.submission == "xx \ud83d"
+    write_trajectories(tmp_path / "t.jsonl", [trajectory])
+    assert read_trajectories(tmp_path / "t.jsonl") == [trajectory]
 
 
 async def test_the_verifiers_failure_is_tried_once_more_and_never_scored() -> None:
@@ -311,7 +372,7 @@ async def test_a_close_that_fails_does_not_lose_the_rollout(caplog: pytest.LogCa
 
 async def test_trajectories_are_read_as_written(tmp_path: Path) -> None:
     policy = ScriptedPolicy([RUN, SUBMIT])
-    trajectories = await make_engine(policy, Faulty(at(2, KeyError()))).run(make_tasks(2), 2)
+    trajectories = await make_engine(policy, Faulty(at(2, AgentLinkError("gone")))).run(make_tasks(2), 2)
     write_trajectories(tmp_path / "t.jsonl", trajectories[:1], policy.decode, step=1)
     write_trajectories(tmp_path / "t.jsonl", trajectories[1:])
     assert read_trajectories(tmp_path / "t.jsonl") == trajectories

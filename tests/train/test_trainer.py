@@ -13,33 +13,37 @@ from typing import Any
 import pytest
 import torch
 
-from sandyard.errors import BadRequest, CapacityError, ConfigError, DeathReason, SandboxDied, SandyardError
+from sandyard.envs.base import StepStatus
+from sandyard.errors import (
+    BadRequest,
+    CapacityError,
+    ConfigError,
+    DeathReason,
+    SandboxDied,
+    SandyardError,
+    Unauthorized,
+)
 from sandyard.train.batching import Sample, collate, micro_batches
 from sandyard.train.checkpoint import list_checkpoints
 from sandyard.train.config import TrainConfig
 from sandyard.train.episode import system_and_user
-from sandyard.train.metrics import rollout_metrics
+from sandyard.train.losses import LossConfig
+from sandyard.train.metrics import NAMES, policy_health, rollout_metrics, weighted_mean
 from sandyard.train.policies.base import Policy
 from sandyard.train.policies.chat import render_call
 from sandyard.train.runlog import read_metrics
 from sandyard.train.seeds import derive_seed, task_order
 from sandyard.train.testing import ScriptedPolicy
 from sandyard.train.trainer import GRPOTrainer, TrainEvent, TrainingStopped
-from sandyard.train.trajectory import EndReason, Trajectory, read_lines
+from sandyard.train.trajectory import Call, EndReason, Timings, Trajectory, read_lines
 from sandyard.train.update import Updater
 from sandyard.verify.base import Verdict
+from sandyard.verify.shaping import shape_reward
 from tests.train.tiny import FakeEnv, FakeVerifier, make_policy, make_tasks
 
 CONFIG = TrainConfig(
     batch_size=2, num_generations=4, max_steps=4, max_tokens=6, max_turns=1, learning_rate=1e-3, save_steps=2
 )
-NAMES = [
-    "train/code_acc", "train/test_pass_rate", "train/avg_reward", "train/submit_rate", "train/num_turns",
-    "train/tool_error_rate", "train/completion_length", "train/truncated", "train/masked",
-    "train/groups_degenerate", "train/clip_ratio", "train/kl", "train/entropy", "train/grad_norm",
-    "train/ratio_mean", "time/rollout", "time/env_wait", "time/generate", "time/train", "time/sync",
-    "env/create_p50", "env/failures",
-]  # fmt: skip
 
 
 class LengthVerifier(FakeVerifier):
@@ -87,7 +91,8 @@ async def test_a_run_learns_and_logs_every_metric_by_its_name(tmp_path: Path) ->
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
-        assert [name for name in NAMES if name not in line] == []
+        # A random policy calls no tool: nothing was executed.
+        assert [name for name in NAMES if name not in line] == ["env/exec_p50"]
         assert all(math.isfinite(value) for value in line.values())
         assert line["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
         assert line["train/clip_ratio"] == 0.0
@@ -169,6 +174,32 @@ async def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None
     assert played[0] == played[1]
 
 
+async def test_a_resumed_run_learns_at_the_rate_that_is_asked_for_now(tmp_path: Path) -> None:
+    await make_trainer(tmp_path, replace(CONFIG, max_steps=1)).train()
+    again = make_trainer(tmp_path, replace(CONFIG, learning_rate=5e-5, weight_decay=0.01))
+    again.resume(tmp_path / "checkpoints")
+    (group,) = again._updater.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (5e-5, 0.01)
+    assert again._updater.optimizer.state
+
+
+async def test_resume_ignores_what_a_killed_process_left(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, replace(CONFIG, save_steps=1, max_steps=2))
+    await trainer.train()
+    checkpoints = tmp_path / "checkpoints"
+    killed_before_the_rename = checkpoints / ".saving-abc"
+    shutil.copytree(checkpoints / "step-000002", killed_before_the_rename)
+    killed_while_removing = checkpoints / "step-000009"
+    shutil.copytree(checkpoints / "step-000002", killed_while_removing)
+    (killed_while_removing / "progress.json").unlink()
+    again = make_trainer(tmp_path, policy=make_policy(seed=5))
+    again.resume(checkpoints)
+    assert again.step == 2
+    assert torch.equal(weights(again.policy), weights(trainer.policy))
+    again.save()
+    assert not killed_before_the_rename.exists()
+
+
 async def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
     await make_trainer(tmp_path, replace(CONFIG, max_steps=1)).train()
     saved = tmp_path / "checkpoints"
@@ -214,6 +245,9 @@ async def test_a_batch_without_a_contrast_is_skipped_with_the_reason_and_stops_i
     assert torch.equal(weights(trainer.policy), before)
     lines = read_metrics(tmp_path)
     assert len(lines) == 3
+    raw = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(set(NAMES) <= set(line) for line in raw)
+    assert raw[0]["train/grad_norm"] is None  # named, and without a value: nothing was learned
     assert all("without a contrast" in line["skipped"] and line["train/groups_degenerate"] == 2 for line in lines)
     assert sum(event.kind == "skip" for event in events) == 3
 
@@ -260,6 +294,27 @@ async def test_an_infrastructure_that_keeps_failing_stops_the_run(tmp_path: Path
         await make_trainer(tmp_path / "a", config, env=mostly_dead).train()
     with pytest.raises(TrainingStopped, match=r"every rollout was lost.*sandbox:oom 8"):
         await make_trainer(tmp_path / "b", replace(config, max_steps=1), env=lambda: FakeEnv(fail=dead)).train()
+
+
+async def test_an_evaluation_of_what_is_left_of_a_lost_batch_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, env=lambda: FakeEnv(fail=dead))
+    with pytest.raises(TrainingStopped, match=r"'before': 12 of 12 rollouts .*sandbox:oom 12; the last said: sandbox"):
+        await trainer.evaluate(make_tasks(4), samples=3, label="before")
+    assert len(list(read_lines(tmp_path / "before.jsonl"))) == 12
+
+
+async def test_a_wrong_key_ends_the_run_at_once(tmp_path: Path) -> None:
+    made = 0
+
+    def env() -> FakeEnv:
+        nonlocal made
+        made += 1
+        return FakeEnv(fail=lambda step: Unauthorized("http://h refused the key"))
+
+    with pytest.raises(Unauthorized):
+        await make_trainer(tmp_path, env=env).train()
+    assert made <= 8
+    assert read_metrics(tmp_path) == []
 
 
 async def test_a_masked_rollout_does_not_train(tmp_path: Path) -> None:
@@ -434,6 +489,70 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change() -> None
     assert torch.equal(weights(policy), before)
 
 
+def test_rollout_metrics_of_a_batch_computed_by_hand() -> None:
+    def call(status: StepStatus, seconds: float) -> Call:
+        return Call("run_python", status, seconds)
+
+    def of(passed: int, submission: str | None, calls: list[Call], sampled: int, **more: Any) -> Trajectory:
+        verdict = Verdict(submission is not None, passed, 4)
+        mask = [1] * sampled + [0] * 5
+        return Trajectory(
+            "t", mask=mask, calls=calls, submission=submission, verdict=verdict, reward=shape_reward(verdict), **more
+        )
+
+    ok, bad = call(StepStatus.OK, 0.2), call(StepStatus.INVALID_CALL, 0.0)
+    trajectories = [
+        of(4, "a", [ok, call(StepStatus.TASK_FAILED, 0.4)], 10, turns=2, timings=Timings(0.1, 1.0, 0.6)),
+        of(1, "b", [bad], 20, turns=1, truncated=True, timings=Timings(0.3, 2.0, 0.0)),
+        of(0, None, [bad, bad, ok], 30, turns=3, timings=Timings(0.5, 3.0, 0.2)),
+        Trajectory("t", masked="sandbox:oom", failures=["sandbox:link"], timings=Timings(0.7, 4.0, 0.0)),
+    ]
+    metrics = rollout_metrics(trajectories, 1)
+    expected = {
+        "train/code_acc": 1 / 3,
+        "train/test_pass_rate": (1 + 0.25 + 0) / 3,
+        "train/avg_reward": (1.0 + (0.1 + 0.4 / 4) + 0.0) / 3,
+        "train/submit_rate": 2 / 3,
+        "train/num_turns": 2.0,
+        "train/tool_error_rate": 3 / 6,
+        "train/completion_length": 20.0,
+        "train/truncated": 1 / 3,
+        "train/masked": 1.0,
+        "train/masked/sandbox:oom": 1.0,
+        "train/groups_degenerate": 1.0,
+        "env/failures": 2.0,
+        "env/failures/sandbox:oom": 1.0,
+        "env/failures/sandbox:link": 1.0,
+        "env/create_p50": 0.4,
+        "env/exec_p50": 0.2,
+        "time/generate": 2.5,
+        "time/env_wait": (0.7 + 0.3 + 0.7 + 0.7) / 4,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_policy_health_of_a_batch_computed_by_hand() -> None:
+    ratio = torch.tensor([[0.5, 1.1, 1.5], [0.5, 1.5, 9.0]])
+    old = torch.full((2, 3), -2.0)
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])  # the 9.0 was observed: it counts nowhere
+    entropy = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 99.0]])
+    config = LossConfig(epsilon=0.2, epsilon_high=0.6)
+    advantages = torch.tensor([1.0, -1.0])
+    health = policy_health(old + ratio.log(), old, advantages, mask, entropy, config)
+    k3 = [1 / r - math.log(1 / r) - 1 for r in (0.5, 1.1, 1.5, 0.5, 1.5)]
+    assert health == pytest.approx(
+        {
+            # Only 0.5 with a negative advantage: 1.5 is within 1 + epsilon_high, 0.5 with a positive one is not cut.
+            "train/clip_ratio": 1 / 5,
+            "train/kl": sum(k3) / 5,
+            "train/entropy": 3.0,
+            "train/ratio_mean": (0.5 + 1.1 + 1.5 + 0.5 + 1.5) / 5,
+        },
+        rel=1e-5,
+    )
+    assert weighted_mean([(3.0, {"a": 1.0}), (1.0, {"a": 5.0})]) == {"a": 2.0}
+
+
 def test_metrics_without_a_scored_rollout_leave_means_out() -> None:
     masked = Trajectory("t", masked="verifier")
     metrics = rollout_metrics([masked, masked], 1)
@@ -449,6 +568,12 @@ def test_metrics_without_a_scored_rollout_leave_means_out() -> None:
         ({"scale": "std"}, "'std' is unknown"),
         ({"loss_type": "ppo"}, "'ppo' is unknown"),
         ({"learning_rate": 0.0}, "learning_rate"),
+        ({"learning_rate": math.nan}, "learning_rate is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"weight_decay": -1.0}, "weight_decay is -1"),
+        ({"beta": -0.1}, "beta is -0.1"),
+        ({"beta": math.nan}, "beta is nan"),
+        ({"epsilon_high": math.nan}, "epsilon_high"),
         ({"max_turns": 0}, "max_turns is 0"),
     ],
 )

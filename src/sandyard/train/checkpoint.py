@@ -16,6 +16,7 @@ from sandyard.errors import ConfigError
 from sandyard.train.policies.base import Policy
 
 _PREFIX = "step-"
+_UNFINISHED = ".saving-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,9 @@ def save_checkpoint(
     the newest `keep`. Atomic: made beside it, then renamed."""
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"{_PREFIX}{progress.step:06d}"
-    work = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
+    for left in directory.glob(f"{_UNFINISHED}*"):  # of a process that was killed here
+        shutil.rmtree(left)
+    work = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=directory))
     try:
         policy.save(work / "policy")
         state = {
@@ -47,14 +50,20 @@ def save_checkpoint(
         record = {"step": progress.step, "tasks_taken": progress.tasks_taken, "seed": progress.seed}
         (work / "progress.json").write_text(json.dumps({**record, "tasks": progress.tasks}))
         if target.exists():
-            shutil.rmtree(target)
+            _remove(target)
         os.replace(work, target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
     for old in list_checkpoints(directory)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return target
+
+
+def _remove(checkpoint: Path) -> None:
+    """First what makes it one: who is killed halfway leaves nothing that looks whole."""
+    (checkpoint / "progress.json").unlink()
+    shutil.rmtree(checkpoint)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

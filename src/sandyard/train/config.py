@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -65,8 +66,11 @@ class TrainConfig:
             _require(name, getattr(self, name), at_least=0)
         # One rollout has nothing to be compared with: every advantage would be zero.
         _require("num_generations", self.num_generations, at_least=2)
-        if self.learning_rate <= 0 or self.temperature <= 0:
-            raise ConfigError("learning_rate and temperature must be above 0")
+        for name in ("learning_rate", "temperature", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be a finite number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay is {self.weight_decay}, must be a finite number, 0 or above")
         if self.scale not in SCALES:
             raise ConfigError(f"scale {self.scale!r} is unknown", remedy=f"use one of {', '.join(SCALES)}")
         if not 0 <= self.max_infra_failure_rate <= 1:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from sandyard.envs.base import Env, StepResult, StepStatus
 from sandyard.envs.observation import cut_text
+from sandyard.errors import TaskError
 from sandyard.tasks.base import Task
 from sandyard.train.deadlines import Deadlines
 from sandyard.train.failures import DeadlineExceeded, EnvFailed
@@ -18,6 +19,9 @@ from sandyard.train.seeds import derive_seed
 from sandyard.train.trajectory import Call, EndReason, Trajectory
 
 T = TypeVar("T")
+# Calls of one turn that are done. Without a bound a policy could fill a rollout's time with calls that each
+# keep to theirs, and be masked for it.
+MAX_CALLS = 8
 BuildMessages = Callable[[Task, str], Sequence[Message]]  # (task, what reset said) → conversation
 
 
@@ -63,8 +67,9 @@ class Episode:
     observed: bool = False
 
     async def play(self) -> None:
-        """Fill the trajectory up to its end reason. Raises what the env raises, `EnvFailed` and
-        `DeadlineExceeded`; never for what the policy does."""
+        """Fill the trajectory up to its end reason. Raises what the env raises, `EnvFailed`,
+        `DeadlineExceeded`, and `TaskError` for a prompt that the model cannot hold; never for what the
+        policy does."""
         record = self.trajectory
         started = time.perf_counter()
         first = await within(self.env.reset(self.task), "step", self.deadlines.step)
@@ -73,6 +78,11 @@ class Episode:
             raise EnvFailed(f"reset: {first.observation}")
         tools = [tool.to_openai() for tool in self.env.tools()]
         record.prompt_ids = self.policy.render_prompt(self.build_messages(self.task, first.observation), tools)
+        if len(record.prompt_ids) >= self.policy.max_length:
+            raise TaskError(
+                f"task {self.task.task_id}: its prompt is {len(record.prompt_ids)} tokens, the policy holds "
+                f"{self.policy.max_length}"
+            )
         while record.end_reason is None:
             await self._turn()
         record.submission = self.env.submission
@@ -114,9 +124,12 @@ class Episode:
 
     async def _act(self, parsed: ParsedTurn) -> tuple[list[str], list[str], bool]:
         """Do the calls of a turn in order; (tool names, answers, is the episode over)."""
-        if parsed.error is not None:
+        error = parsed.error
+        if len(parsed.calls) > MAX_CALLS:
+            error = f"Error: {len(parsed.calls)} tool calls in one turn, at most {MAX_CALLS}; nothing was executed."
+        if error is not None:
             self.trajectory.calls.append(Call("", StepStatus.INVALID_CALL))
-            return [""], [parsed.error], False
+            return [""], [error], False
         names: list[str] = []
         answers: list[str] = []
         for call in parsed.calls:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sandyard.errors import (
     AgentLinkError,
+    Boundary,
     CapacityError,
     CreateFailed,
     SandboxDied,
@@ -25,10 +26,19 @@ class EnvFailed(SandyardError):
     """The env answered a step with INFRA_ERROR."""
 
 
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether a rollout may be masked for it. Not for the caller's mistake (a wrong key, an unknown
+    template) and not for a fault of the program: these meet every rollout alike and end the run. A broken
+    connection or a timeout that an env let through bare is what it says."""
+    if isinstance(error, SandyardError):
+        return error.boundary is not Boundary.CLIENT
+    return isinstance(error, ConnectionError | TimeoutError)
+
+
 def mask_reason(error: BaseException) -> str:
     """The reason under which a failure is counted: the boundary, and what is known beyond it.
 
-    An error that is not one of ours is a fault of the program: `error:TYPE`."""
+    An error that is not one of ours: `error:TYPE`."""
     match error:
         case SandboxDied():
             return f"sandbox:{error.reason}"

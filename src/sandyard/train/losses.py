@@ -10,6 +10,7 @@ as sampled, `mask` 1 where a token was sampled. `advantages` is [B].
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,10 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
             raise ConfigError(f"loss_type {self.loss_type!r} is unknown", remedy=f"use one of {', '.join(LOSS_TYPES)}")
-        if not 0 < self.epsilon < 1 or self.high <= 0:
+        if not 0 < self.epsilon < 1 or not 0 < self.high < math.inf:
             raise ConfigError("epsilon must lie in (0, 1) and epsilon_high above 0")
+        if not 0 <= self.beta < math.inf:
+            raise ConfigError(f"beta is {self.beta}, must be a finite number, 0 or above")
 
     @property
     def high(self) -> float:

@@ -4,10 +4,12 @@ The names are a contract with those who plot them. Over rollouts that were score
 `train/code_acc` (all tests passed), `train/test_pass_rate`, `train/avg_reward`, `train/submit_rate`,
 `train/num_turns`, `train/tool_error_rate` (calls that could not be made, of all calls),
 `train/completion_length` (sampled tokens), `train/truncated`. `train/masked` counts the rest, by
-reason in `train/masked/REASON`; `train/groups_degenerate` counts groups. `train/entropy`, `train/kl`,
+reason in `train/masked/REASON`; `train/groups_degenerate` counts groups. `env/failures` counts these and
+the tries that were given up for a fresh sandbox, again by reason. `train/entropy`, `train/kl`,
 `train/clip_ratio` and `train/ratio_mean` are over the rollouts that the gradient was computed on: with
 beta 0, those of an advantage other than zero. `time/sync` is 0 where the weights that sample are those
-that train.
+that train. `NAMES` are all that a step can have a value of; one that it has none of (no update, nothing
+scored, no tool call) is null in the log.
 """
 
 from __future__ import annotations
@@ -22,6 +24,13 @@ from sandyard.train.losses import LossConfig, k3, ratios
 from sandyard.train.trajectory import Trajectory
 
 Metrics = dict[str, float]
+NAMES = (
+    "train/code_acc", "train/test_pass_rate", "train/avg_reward", "train/submit_rate", "train/num_turns",
+    "train/tool_error_rate", "train/completion_length", "train/truncated", "train/masked",
+    "train/groups_degenerate", "train/clip_ratio", "train/kl", "train/entropy", "train/grad_norm",
+    "train/ratio_mean", "time/rollout", "time/env_wait", "time/generate", "time/train", "time/sync",
+    "env/create_p50", "env/exec_p50", "env/failures",
+)  # fmt: skip
 # Seconds under which a tool did not leave the process (bookkeeping, such as submitting): no execution.
 _LOCAL = 0.001
 
@@ -73,12 +82,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], degenerate_groups: int) 
     is nothing they would be the mean of."""
     scored = [t for t in trajectories if t.reward is not None]
     reasons = Counter(t.masked for t in trajectories if t.masked is not None)
+    failures = reasons + Counter(reason for t in trajectories for reason in t.failures)
     metrics: Metrics = {
         "train/masked": float(sum(reasons.values())),
         "train/groups_degenerate": float(degenerate_groups),
-        "env/failures": float(sum(reasons.values()) + sum(t.attempts - 1 for t in trajectories)),
+        "env/failures": float(failures.total()),
         **{f"train/masked/{reason}": float(count) for reason, count in sorted(reasons.items())},
-        **{f"env/failures/{reason}": float(count) for reason, count in sorted(reasons.items())},
+        **{f"env/failures/{reason}": float(count) for reason, count in sorted(failures.items())},
         **_percentile("env/create_p50", (t.timings.create for t in trajectories if t.timings.create > 0)),
         **_percentile("env/exec_p50", (c.seconds for t in trajectories for c in t.calls if c.seconds > _LOCAL)),
     }

@@ -1,7 +1,9 @@
 """The rollout engine: every trajectory is one coroutine; nobody who is ready waits for somebody who is not.
 
-Env calls of all trajectories overlap each other, generation and verification. A failure under one
-rollout masks that rollout, by reason; it never cancels the batch and is never scored.
+Env calls of all trajectories overlap each other, generation and verification. A failure of the
+infrastructure under one rollout masks that rollout, by reason; it never cancels the batch and is never
+scored. The caller's mistake and a fault of the program are no failure of one rollout: they end the batch,
+with every env closed, and are raised.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from sandyard.envs.base import Env
-from sandyard.errors import CapacityError, ConfigError, SandyardError, TaskError
+from sandyard.errors import BadRequest, CapacityError, ConfigError, TaskError
 from sandyard.tasks.base import Task
 from sandyard.train.deadlines import Deadlines
 from sandyard.train.episode import BuildMessages, Episode, within
-from sandyard.train.failures import DeadlineExceeded, mask_reason
+from sandyard.train.failures import DeadlineExceeded, is_infrastructure, mask_reason
 from sandyard.train.policies.base import Policy, SamplingParams
 from sandyard.train.seeds import derive_seed
 from sandyard.train.trajectory import Timings, Trajectory
@@ -81,7 +84,8 @@ class RolloutEngine:
         self, tasks: Sequence[Task], num_generations: int = 1, *, seed: int = 0, temperature: float | None = None
     ) -> list[Trajectory]:
         """Play every task `num_generations` times. The answer is in order, the rollouts of a task
-        contiguous, every trajectory either scored or masked with its reason."""
+        contiguous, every trajectory either scored or masked with its reason. Raises what is neither the
+        policy's doing nor the infrastructure's."""
         temperature = self.config.temperature if temperature is None else temperature
         params = SamplingParams(self.config.max_tokens, temperature)
         gate = asyncio.Semaphore(self.config.env_concurrency or max(1, len(tasks) * num_generations))
@@ -95,21 +99,24 @@ class RolloutEngine:
         return [trajectory for trajectory, _ in jobs]
 
     async def _gather(self, jobs: Sequence[tuple[Trajectory, asyncio.Task[None]]]) -> None:
-        """Wait for all jobs until the batch deadline; what is not done by then is masked."""
+        """Wait for all jobs until the batch deadline; what is not done by then is masked. An error that a
+        job raised ends all of them."""
         waiting = [job for _, job in jobs]
         try:
             if waiting:
-                await asyncio.wait(waiting, timeout=self.config.deadlines.batch)
+                deadline = self.config.deadlines.batch
+                await asyncio.wait(waiting, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for job in waiting:
                 job.cancel()
             results = await asyncio.gather(*waiting, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                raise result
         for (trajectory, _), result in zip(jobs, results, strict=True):
-            if isinstance(result, asyncio.CancelledError):
+            if result is not None:
                 self._mask(trajectory, "deadline:batch", f"not done after {self.config.deadlines.batch:g} s")
                 self._report(trajectory)
-            elif isinstance(result, BaseException):
-                raise result
 
     async def _run_one(
         self, task: Task, trajectory: Trajectory, params: SamplingParams, gate: asyncio.Semaphore
@@ -120,9 +127,10 @@ class RolloutEngine:
                 await self._play(task, trajectory, params)
                 await self._verify(task, trajectory)
             except Exception as error:
+                if not is_infrastructure(error):
+                    error.add_note(f"in a rollout of task {trajectory.task_id}")
+                    raise
                 self._mask(trajectory, mask_reason(error), str(error) or repr(error))
-                if not isinstance(error, SandyardError):
-                    logger.exception("rollout of %s failed for a reason that is not an env's", trajectory.task_id)
             trajectory.timings.total = time.perf_counter() - started
         self._report(trajectory)
 
@@ -150,11 +158,15 @@ class RolloutEngine:
                     if episode.observed or refused >= self.config.capacity_attempts:
                         raise
                     pause = error.retry_after
-                except SandyardError as error:
+                    trajectory.failures.append(mask_reason(error))
+                except Exception as error:
                     tried += 1
+                    if not is_infrastructure(error):
+                        raise
                     if episode.observed or tried >= self.config.attempts or not _worth_retry(error):
                         raise
                     pause = 0.0
+                    trajectory.failures.append(mask_reason(error))
             _start_again(trajectory)
             await asyncio.sleep(pause)
 
@@ -172,15 +184,15 @@ class RolloutEngine:
                 refused += 1
                 if refused >= self.config.capacity_attempts:
                     raise
+                trajectory.failures.append(mask_reason(error))
                 await asyncio.sleep(error.retry_after)
-            except TaskError:
-                raise
-            except SandyardError:
+            except Exception as error:
                 tried += 1
-                if tried >= 2:
+                if tried >= 2 or isinstance(error, TaskError) or not is_infrastructure(error):
                     raise
+                trajectory.failures.append(mask_reason(error))
         trajectory.timings.verify = time.perf_counter() - started
-        trajectory.reward = self._reward(verdict)
+        trajectory.reward = _finite(self._reward(verdict), task)
         trajectory.verdict = verdict
         trajectory.parts = {"passed": float(verdict.passed), "total": float(verdict.total)}
 
@@ -215,7 +227,14 @@ async def _close(env: Env) -> None:
         logger.warning("closing an env failed: %s", error)
 
 
-def _worth_retry(error: SandyardError) -> bool:
+def _finite(reward: object, task: Task) -> float:
+    """A reward that is none would make the whole batch NaN, or count as masked without a reason."""
+    if isinstance(reward, bool | int | float) and math.isfinite(reward):
+        return float(reward)
+    raise BadRequest(f"task {task.task_id}: the reward function returned {reward!r}, not a finite number")
+
+
+def _worth_retry(error: Exception) -> bool:
     """A broken task stays broken, and a rollout that used up its time has none for another try."""
     return not (isinstance(error, TaskError) or (isinstance(error, DeadlineExceeded) and error.name == "rollout"))
 

@@ -57,6 +57,7 @@ def _step(line: str) -> float:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, in order; [] before the first."""
+    """The lines of a run's metrics, in order, each with what that step had a value of; [] before the first."""
     path = run_dir / METRICS
-    return list(read_lines(path)) if path.exists() else []
+    lines = read_lines(path) if path.exists() else ()
+    return [{name: value for name, value in line.items() if value is not None} for line in lines]

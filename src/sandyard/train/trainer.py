@@ -19,7 +19,7 @@ from sandyard.train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from sandyard.train.config import TrainConfig
 from sandyard.train.episode import BuildMessages
 from sandyard.train.evaluate import EvalResult, evaluate
-from sandyard.train.metrics import Metrics, rollout_metrics
+from sandyard.train.metrics import NAMES, Metrics, rollout_metrics
 from sandyard.train.policies.base import Policy
 from sandyard.train.reference import freeze_reference
 from sandyard.train.rollout import RolloutEngine
@@ -107,6 +107,9 @@ class GRPOTrainer:
             raise ConfigError(f"checkpoint {path} was made on other tasks")
         if progress.seed != self.config.seed:
             raise ConfigError(f"checkpoint {path} was made with seed {progress.seed}, not {self.config.seed}")
+        for group in self._updater.optimizer.param_groups:
+            # What was asked for now, not what the checkpoint's run was asked for.
+            group |= {"lr": self.config.learning_rate, "weight_decay": self.config.weight_decay}
         self.step, self._taken = progress.step, progress.tasks_taken
 
     def check_capacity(self) -> None:
@@ -140,10 +143,17 @@ class GRPOTrainer:
     async def evaluate(
         self, tasks: Sequence[Task], *, samples: int = 4, temperature: float = 1.0, label: str = "eval"
     ) -> EvalResult:
-        """Pass@1 on `tasks`; the rollouts go to `LABEL.jsonl` of the run."""
+        """Pass@1 on `tasks`; the rollouts go to `LABEL.jsonl` of the run. Raises `TrainingStopped` if more of
+        them were lost to the infrastructure than a run may lose: what is left measures nothing."""
         seed = derive_seed("eval", self.config.seed)
         result = await evaluate(self._engine, tasks, samples=samples, temperature=temperature, seed=seed)
         self._runlog.trajectories(result.trajectories, f"{label}.jsonl")
+        lost = Counter(result.masked)
+        if lost.total() > self.config.max_infra_failure_rate * len(result.trajectories):
+            raise TrainingStopped(
+                f"evaluation {label!r}: {lost.total()} of {len(result.trajectories)} rollouts were lost to the "
+                f"infrastructure ({_counts(lost)}; the last said: {_last_detail(result.trajectories)})"
+            )
         self._emit("evaluation", message=label, metrics={"pass_at_1": result.pass_at_1})
         return result
 
@@ -212,7 +222,7 @@ class GRPOTrainer:
         return metrics
 
     def _record(self, metrics: Metrics, skip: str | None) -> None:
-        line: dict[str, Any] = {"step": self.step, **metrics}
+        line: dict[str, Any] = {"step": self.step, **dict.fromkeys(NAMES), **metrics}
         if skip is not None:
             line["skipped"] = skip
         self._runlog.metrics(line)
@@ -233,7 +243,8 @@ class GRPOTrainer:
         if len(self._failures) == _WINDOW and rate > self.config.max_infra_failure_rate:
             raise TrainingStopped(
                 f"{reasons.total()} rollouts of the last {_WINDOW} steps were lost to the infrastructure "
-                f"({_counts(reasons)}), more than {self.config.max_infra_failure_rate:.0%}"
+                f"({_counts(reasons)}), more than {self.config.max_infra_failure_rate:.0%}; the last said: "
+                f"{_last_detail(trajectories)}"
             )
         if len(self._skipped) >= self.config.max_skipped:
             raise TrainingStopped(f"{len(self._skipped)} steps in a row learned nothing: {'; '.join(self._skipped)}")
@@ -260,6 +271,11 @@ class GRPOTrainer:
     ) -> None:
         if self._on_event is not None:
             self._on_event(TrainEvent(kind, self.step, message, metrics or {}, trajectory))
+
+
+def _last_detail(trajectories: Sequence[Trajectory]) -> str:
+    details = [trajectory.detail for trajectory in trajectories if trajectory.detail]
+    return " ".join(details[-1].split())[:300] if details else "nothing"
 
 
 def _counts(reasons: Counter[str]) -> str:

@@ -48,7 +48,8 @@ class Trajectory:
     `logprobs` is aligned with them (0.0 where observed).
 
     `reward` is None if and only if `masked` names why the rollout is not scored ("sandbox:oom",
-    "capacity", "verifier", "deadline:step", ...); `detail` then holds the error's text. `group` is the
+    "capacity", "verifier", "deadline:step", ...); `detail` then holds the error's text. `failures` are the
+    reasons of tries that were given up before. `group` is the
     index of the rollout's group in its batch, `sample` its index in the group.
     """
 
@@ -72,6 +73,7 @@ class Trajectory:
     masked: str | None = None
     detail: str | None = None
     attempts: int = 1
+    failures: list[str] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
 
     @property
@@ -124,7 +126,8 @@ def write_trajectories(
     """Append one JSON line per trajectory to `path`. `labels` (such as `step=3`) go into every line; with
     `decode` the line also has `prompt` and `text`, for people."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
+    # A policy can write half of a surrogate pair; as `\\udXXX` inside a JSON string it is read back as it was.
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         for trajectory in trajectories:
             line = {**labels, **trajectory.to_json()}
             if decode is not None:

@@ -43,7 +43,7 @@ def parse_hermes(text: str) -> ParsedTurn:
 def _parse_call(body: str) -> ToolCall | str:
     try:
         value = json.loads(body)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return f"Error: the tool call is not valid JSON ({error}); nothing was executed."
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return 'Error: a tool call is {"name": ..., "arguments": {...}}; nothing was executed.'
@@ -51,7 +51,7 @@ def _parse_call(body: str) -> ToolCall | str:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             return f"Error: the arguments of {value['name']} are not valid JSON ({error}); nothing was executed."
     if not isinstance(arguments, dict):
         return f"Error: the arguments of {value['name']} must be a JSON object; nothing was executed."
