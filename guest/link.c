@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -14,6 +15,7 @@
 enum {
 	IN_CAP = 2 * (PAYLOAD_MAX + HEADER_SIZE),
 	OUT_CAP = 5 * PAYLOAD_MAX + 128 * HEADER_SIZE,
+	SMALL = 16384, /* what commands and their output need at most, as a rule */
 	ROOM = PAYLOAD_MAX + 64 * HEADER_SIZE, /* for one frame and the small ones that go with it */
 	BUCKETS = 1024,
 };
@@ -25,13 +27,16 @@ static struct {
 	struct task task;
 	bool permanent; /* a port that cannot be accepted again */
 	bool readable, broken, greeted, deaf;
-	uint8_t in[IN_CAP], out[OUT_CAP];
 	size_t in_len, out_head, out_tail;
+	bool swollen; /* the buffers hold more memory than an idle agent should */
 	uint8_t *request; /* an OPEN in parts */
 	uint32_t request_len, request_id;
 	uint8_t request_op;
 	bool request_refused;
 } lk = {.listener.fd = -1, .io.fd = -1};
+
+/* Apart from `lk`, so that their pages can be given back. */
+static _Alignas(4096) uint8_t in[IN_CAP], out[OUT_CAP];
 
 static struct stream *buckets[BUCKETS];
 static uint32_t streams;
@@ -110,11 +115,11 @@ struct writer frame_begin(void)
 	uint8_t *start;
 
 	if (OUT_CAP - lk.out_tail < ROOM) {
-		memmove(lk.out, lk.out + lk.out_head, lk.out_tail - lk.out_head);
+		memmove(out, out + lk.out_head, lk.out_tail - lk.out_head);
 		lk.out_tail -= lk.out_head;
 		lk.out_head = 0;
 	}
-	start = lk.out + lk.out_tail + HEADER_SIZE;
+	start = out + lk.out_tail + HEADER_SIZE;
 	return (struct writer){.start = start, .p = start, .end = start + PAYLOAD_MAX};
 }
 
@@ -131,6 +136,7 @@ void frame_end(struct writer *w, enum frame type, uint8_t channel, uint16_t flag
 	put_u16(&header, flags);
 	put_u32(&header, id);
 	lk.out_tail += HEADER_SIZE + len;
+	lk.swollen |= lk.out_tail > SMALL;
 }
 
 void frame_send(enum frame type, uint8_t channel, uint16_t flags, uint32_t id)
@@ -196,7 +202,7 @@ static void flush(void)
 	bool was_full = !link_room();
 
 	while (lk.out_head < lk.out_tail && lk.io.fd >= 0 && !lk.broken) {
-		ssize_t n = write(lk.io.fd, lk.out + lk.out_head, lk.out_tail - lk.out_head);
+		ssize_t n = write(lk.io.fd, out + lk.out_head, lk.out_tail - lk.out_head);
 
 		if (n < 0 && errno == EINTR)
 			continue;
@@ -359,7 +365,7 @@ static bool parse(void)
 	bool room = true;
 
 	while (!lk.broken && lk.in_len - at >= HEADER_SIZE) {
-		struct reader header = {.p = lk.in + at, .end = lk.in + at + HEADER_SIZE};
+		struct reader header = {.p = in + at, .end = in + at + HEADER_SIZE};
 		uint32_t len = get_u32(&header);
 		uint8_t type = get_u8(&header), channel = get_u8(&header);
 		uint16_t flags = get_u16(&header);
@@ -378,7 +384,7 @@ static bool parse(void)
 		at += HEADER_SIZE + len;
 	}
 	lk.in_len -= at;
-	memmove(lk.in, lk.in + at, lk.in_len);
+	memmove(in, in + at, lk.in_len);
 	return room;
 }
 
@@ -394,9 +400,10 @@ static enum progress link_run(struct task *task)
 			return BLOCKED;
 		if (lk.broken || !lk.readable || lk.io.fd < 0)
 			return IDLE;
-		n = read(lk.io.fd, lk.in + lk.in_len, IN_CAP - lk.in_len);
+		n = read(lk.io.fd, in + lk.in_len, IN_CAP - lk.in_len);
 		if (n > 0) {
 			lk.in_len += (size_t)n;
+			lk.swollen |= lk.in_len > SMALL;
 		} else if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
 			lk.readable = errno == EINTR;
 		} else {
@@ -431,12 +438,22 @@ static void drop_link(void)
 		task_wake(&lk.task);
 }
 
+/* After a transfer nothing of it stays resident. */
+static void slim(void)
+{
+	lk.swollen = false;
+	madvise(in, sizeof in, MADV_DONTNEED);
+	madvise(out, sizeof out, MADV_DONTNEED);
+}
+
 void link_round(void)
 {
 	if (lk.out_head < lk.out_tail)
 		flush();
 	if (lk.broken)
 		drop_link();
+	if (lk.swollen && !streams && !lk.in_len && lk.out_head == lk.out_tail)
+		slim();
 }
 
 static void on_accept(struct source *source, uint32_t events)
