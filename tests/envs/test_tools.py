@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,8 @@ async def test_a_call(call: Mapping[str, Any]) -> None:
         ({"name": "cuont", "arguments": {}}, "no tool 'cuont'. The tools are: count. Did you mean count?"),
         ({"name": "count", "arguments": "{n: 3}"}, "the arguments are not JSON"),
         ({"name": "count", "arguments": "[" * 100000}, "the arguments are not JSON"),
+        ({"name": "count", "arguments": json.loads('{"n": ' + "[" * 500 + "]" * 500 + "}")}, "nested deeper than 64"),
+        ({"name": "count", "arguments": '{"n": ' + "1" * 5000 + "}"}, "the arguments are not JSON"),
         ({"name": "count", "arguments": [3]}, "the arguments must be an object, not list"),
         ({"name": "count", "arguments": None}, "the arguments must be an object, not NoneType"),
         ({"name": "count"}, "'n' is a required property"),

@@ -57,6 +57,8 @@ def test_arguments_may_be_a_json_string() -> None:
         ('<tool_call>{"name": 3}</tool_call>', "a tool call is"),
         ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', "JSON object"),
         ('<tool_call>{"name": "a", "arguments": "{"}</tool_call>', "arguments of a are not valid JSON"),
+        ('<tool_call>{"name": "a", "arguments": {"n": ' + "1" * 5000 + "}}</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "a", "arguments": "' + "1" * 5000 + '"}</tool_call>', "arguments of a are not valid"),
         ("<tool_call>" + "[" * 100000 + "</tool_call>", "not valid JSON"),
         (render_call("a", {}) + "<tool_call>oops</tool_call>", "not valid JSON"),
     ],

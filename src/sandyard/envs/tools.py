@@ -22,6 +22,8 @@ from sandyard.envs.observation import DEFAULT_LIMIT, cut_text
 from sandyard.envs.schema import compile_schema, explain_mismatch
 from sandyard.errors import BadRequest
 
+# JSON that the parser still takes would overflow the stack of a validator or a handler.
+_MAX_DEPTH = 64
 ToolAnswer = str | StepResult
 ToolHandler = Callable[[Mapping[str, Any]], ToolAnswer | Awaitable[ToolAnswer]]
 
@@ -141,9 +143,25 @@ class ToolManager:
                 return invalid_call(f"{name}: the arguments are not JSON: {error}")
         if not isinstance(arguments, Mapping):
             return invalid_call(f"{name}: the arguments must be an object, not {type(arguments).__name__}")
+        if _deeper_than(_MAX_DEPTH, arguments):
+            return invalid_call(f"{name}: the arguments are nested deeper than {_MAX_DEPTH}")
         return await tool.call(arguments)
 
     def _unknown(self, name: str) -> str:
         near = get_close_matches(name, self._tools, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         return cut_text(f"There is no tool {name[:100]!r}. The tools are: {', '.join(self._tools) or 'none'}.{hint}")
+
+
+def _deeper_than(limit: int, value: object) -> bool:
+    level: list[object] = [value]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for container in level
+            if isinstance(container, Mapping | list)
+            for item in (container.values() if isinstance(container, Mapping) else container)
+        ]
+        if not level:
+            return False
+    return True

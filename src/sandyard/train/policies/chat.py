@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ _PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
     },
 }
+# A tool's name in an answer may come from the policy, which must not write template glue through it.
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PROBE_USER: Message = {"role": "user", "content": "Go."}
 
 
@@ -108,7 +111,8 @@ class ChatFormat:
         end its own message or start another one.
         """
         marks = tuple(f"@@answer-{index}@@" for index in range(len(observations)))
-        rest = self._observation_text(tuple(tool_names), marks)
+        names = tuple(name if _TOOL_NAME.fullmatch(name) else "unknown" for name in tool_names)
+        rest = self._observation_text(names, marks)
         hostile = any(special in answer for special in self._specials for answer in observations)
         ids: list[int] = []
         text = ""
