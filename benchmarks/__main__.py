@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -28,19 +32,36 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=20, help="samples of each short figure")
     arguments.add_argument("--only", choices=["sandboxes", "rollout"], help="one section")
     options = arguments.parse_args()
-    report = Report()
+    report, before = Report(), _load()
     if options.only != "rollout":
         _sandboxes(report, options.rounds)
     if options.only != "sandboxes":
         console.print("[dim]rollout engine[/dim]")
         asyncio.run(rollout.overhead(report))
-    _print(report)
-    _keep(report)
+    load = f"{before} at the start, {_load()} at the end (this run adds about 2)"
+    _print(report, load)
+    _keep(report, load)
 
 
 def _sandboxes(report: Report, rounds: int) -> None:
-    settings = load_settings()
-    rootfs = TemplateStore(settings).get("base").rootfs.layers[0]
+    with _own_yard(load_settings()) as settings:
+        _measure(report, settings, rounds)
+
+
+@contextmanager
+def _own_yard(settings: Settings) -> Iterator[Settings]:
+    """Directories of our own on the same disk, so that a server that runs here is left alone."""
+    state = settings.paths.state.absolute()
+    with tempfile.TemporaryDirectory(prefix="sandyard-bench-", dir=state.parent) as name:
+        home = Path(name)
+        (home / "state").mkdir()
+        (home / "state" / "templates").symlink_to(state / "templates")
+        paths = settings.paths.model_copy(update={"state": home / "state", "run": home / "run"})
+        yield settings.model_copy(update={"paths": paths})
+
+
+def _measure(report: Report, settings: Settings, rounds: int) -> None:
+    rootfs = TemplateStore(settings).get("base").rootfs.layers[0].resolve()  # runc takes no symlink
     console.print("[dim]bare engines[/dim]")
     sandboxes.bare_engines(report, rootfs, rounds)
     sandboxes.pipe(report, rootfs)
@@ -49,12 +70,14 @@ def _sandboxes(report: Report, rounds: int) -> None:
         console.print("[dim]cold creates, burst, idle memory[/dim]")
         asyncio.run(sandboxes.creation(report, connection, "create → first result, cold", 40, rounds))
         asyncio.run(sandboxes.burst(report, connection))
-        asyncio.run(sandboxes.idle_memory(report, connection, rootfs))
+        asyncio.run(sandboxes.idle_memory(report, connection, rootfs, server.pid or 0))
     with EmbeddedServer(_with_pool(settings, low=4, high=8)) as server:
         connection = Connection.to(server)
         console.print("[dim]warm creates, exec, files[/dim]")
-        time.sleep(1.0)
-        asyncio.run(sandboxes.creation(report, connection, "create → first result, warm", 10, rounds))
+        time.sleep(2.0)  # until the pool is warm
+        kills = asyncio.run(sandboxes.creation(report, connection, "create → first result, warm", 10, rounds))
+        peer = sandboxes.engine_peer(report)
+        report.add(Figure("kill", kills, peer=peer, note="answered when nothing of it runs any more"))
         sandboxes.round_trips(report, connection, rootfs, rounds * 3)
         sandboxes.files(report, connection)
 
@@ -63,27 +86,44 @@ def _with_pool(settings: Settings, low: int, high: int) -> Settings:
     return settings.model_copy(update={"pool": PoolSettings(low=low, high=high)})
 
 
-def _print(report: Report) -> None:
-    table = Table(box=None, header_style="bold")
-    for column in ("figure", "p50", "p95", "budget", "ratio to peer (lower is better)", "n", ""):
-        table.add_column(column, justify="left" if column in ("figure", "") else "right")
-    for figure in report.figures:
-        table.add_row(figure.name, *_cells(report, figure), str(len(figure.samples)), figure.note)
+def _print(report: Report, load: str) -> None:
+    table = Table(box=None, header_style="bold", title=f"{os.cpu_count()} cores; load {load}", title_justify="left")
+    for column in ("figure", "p50", "p95", "budget", "", "times the peer", "n", "note"):
+        table.add_column(column, justify="left" if column in ("figure", "", "note") else "right")
+    for figure in sorted(report.figures, key=report.is_peer):
+        table.add_row(*_cells(report, figure), style="dim" if report.is_peer(figure) else None)
     console.print(table)
+    console.print("[dim]p95: 95 % were at least as good. times the peer: below 1 is better. Dim: the peers.[/dim]")
     for line in report.skipped:
         console.print(f"left out: {line}", style="yellow")
 
 
-def _cells(report: Report, figure: Figure) -> tuple[str, str, str, str]:
+def _cells(report: Report, figure: Figure) -> list[str]:
     ratio = report.ratio(figure)
     p95 = f"{figure.p95:.1f}" if len(figure.samples) > 1 else ""
     budget = f"{figure.budget:g}" if figure.budget is not None else ""
-    return f"{figure.p50:.1f} {figure.unit}", p95, budget, f"{ratio:.2f} x {figure.peer}" if ratio is not None else ""
+    verdict = {None: "", True: "kept", False: "[red]missed[/red]"}[figure.within_budget]
+    times = f"{ratio:.2f} x {figure.peer}" if ratio is not None else ""
+    return [
+        figure.name,
+        f"{figure.p50:.1f} {figure.unit}",
+        p95,
+        budget,
+        verdict,
+        times,
+        str(len(figure.samples)),
+        figure.note,
+    ]
 
 
-def _keep(report: Report) -> None:
+def _load() -> str:
+    return " ".join(f"{value:.1f}" for value in os.getloadavg())
+
+
+def _keep(report: Report, load: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / time.strftime("%Y%m%d-%H%M%S")
+    machine = platform.uname()._asdict() | {"node": "", "cores": os.cpu_count(), "load": load}
     rows = [
         {
             "name": f.name,
@@ -91,12 +131,13 @@ def _keep(report: Report) -> None:
             "p50": f.p50,
             "p95": f.p95,
             "n": len(f.samples),
+            "budget": f.budget,
             "peer": f.peer,
             "ratio": report.ratio(f),
         }
         for f in report.figures
     ]
-    document = {"machine": platform.uname()._asdict() | {"node": ""}, "figures": rows, "skipped": report.skipped}
+    document = {"machine": machine, "figures": rows, "skipped": report.skipped}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=2))
     picture.draw(report, stem.with_suffix(".png"))
     console.print(f"kept: {stem}.json and {stem}.png", markup=False)

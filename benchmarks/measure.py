@@ -23,12 +23,22 @@ class Figure:
     note: str = ""
 
     @property
+    def within_budget(self) -> bool | None:
+        """None where there is no budget."""
+        if self.budget is None:
+            return None
+        return self.p50 >= self.budget if self.higher_is_better else self.p50 <= self.budget
+
+    @property
     def p50(self) -> float:
         return statistics.median(self.samples)
 
     @property
     def p95(self) -> float:
+        """What 95 % of the samples are better than or as good as."""
         ordered = sorted(self.samples)
+        if self.higher_is_better:
+            ordered.reverse()
         return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
@@ -45,6 +55,10 @@ class Report:
 
     def find(self, name: str | None) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)
+
+    def is_peer(self, figure: Figure) -> bool:
+        """Whether it is only there for others to be set against: nobody's promise."""
+        return figure.peer is None and figure.budget is None
 
     def ratio(self, figure: Figure) -> float | None:
         """Ours to the peer's median: below 1 is better, whichever way the unit points."""

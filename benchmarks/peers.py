@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -87,27 +87,35 @@ def bwrap_write(rootfs: Path, data: bytes) -> None:
         subprocess.run([*command, "sh", "-c", "cat > /tmp/large.bin"], input=data, check=True)
 
 
-def total_pss() -> int:
-    """Proportional set size, in bytes, of every process on this host that we may look at."""
-    total = 0
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            total += _pss(folder)
-    return total
+def pss_of(pids: Iterable[int]) -> int:
+    """Proportional set size, in bytes, of these processes."""
+    return sum(_pss(Path("/proc") / str(pid)) for pid in pids)
+
+
+def pids_in_groups(names: Iterable[str]) -> list[int]:
+    """Every process in a control group of one of these names: what lives in a sandbox or container."""
+    wanted = set(names)
+    return [
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit() and wanted & set(_read(folder / "cgroup").replace("\n", "/").split("/"))
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # ended meanwhile, or a kernel thread
 
 
 def _pss(folder: Path) -> int:
-    try:
-        text = (folder / "smaps_rollup").read_text()
-    except OSError:
-        return 0  # ended meanwhile, or a kernel thread
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:")), 0)
+    lines = _read(folder / "smaps_rollup").splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
 def pss_of_containers(engine: str, folder: Path, count: int) -> float:
     """MiB that each of `count` idle containers of `engine` keeps on the host."""
-    before = total_pss()
     with ExitStack() as stack:
-        for _ in range(count):
-            stack.enter_context(engine_container(engine, folder))
-        return (total_pss() - before) / count / (1 << 20)
+        names = [stack.enter_context(engine_container(engine, folder)) for _ in range(count)]
+        return pss_of(pids_in_groups(names)) / count / (1 << 20)

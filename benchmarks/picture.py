@@ -6,7 +6,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from benchmarks.measure import Report
+from benchmarks.measure import Figure, Report
 
 OURS, PEER = "#2f6f8f", "#b8b2a7"
 
@@ -22,13 +22,19 @@ def draw(report: Report, path: Path) -> None:
     figure, axes = pyplot.subplots(len(compared), 1, figsize=(9, 1.1 * len(compared) + 0.6), squeeze=False)
     for axis, (ours, peer) in zip(axes[:, 0], compared, strict=True):
         axis.barh([peer.name, ours.name], [peer.p50, ours.p50], color=[PEER, OURS])
-        for row, value in enumerate((peer.p50, ours.p50)):
-            axis.text(value, row, f" {value:.1f} {ours.unit}", va="center", fontsize=8)
+        for row, one in enumerate((peer, ours)):
+            axis.text(one.p50, row, f" {one.p50:.1f} {one.unit}{_verdict(one)}", va="center", fontsize=8)
         axis.margins(x=0.2)
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(labelsize=8)
-    figure.suptitle("Sandyard beside bare engines, same host, same run (medians)", fontsize=10)
+    figure.suptitle("Sandyard (blue) beside its peers (grey), same host, same run: medians", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _verdict(figure: Figure) -> str:
+    if figure.budget is None:
+        return ""
+    return f"   (budget {figure.budget:g}, {'kept' if figure.within_budget else 'missed'})"

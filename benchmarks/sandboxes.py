@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from e2b import AsyncSandbox, Sandbox
 
@@ -41,8 +44,8 @@ def _measure_peer(report: Report, name: str, run: object, rounds: int) -> None:
     report.add(Figure(name, timed(run, rounds)))  # type: ignore[arg-type]
 
 
-async def creation(report: Report, connection: Connection, name: str, budget: float, rounds: int) -> None:
-    """Create, run one command, read its result; the sandbox is killed outside the measured time."""
+async def creation(report: Report, connection: Connection, name: str, budget: float, rounds: int) -> list[float]:
+    """Create, run one command, read its result. Returns the milliseconds each kill took, which do not count."""
     boxes: list[AsyncSandbox] = []
 
     async def once() -> None:
@@ -51,12 +54,19 @@ async def creation(report: Report, connection: Connection, name: str, budget: fl
         result = await box.commands.run("echo ready")
         assert result.stdout == "ready\n", result
 
-    samples = []
-    for _ in range(rounds):
-        samples += await timed_async(once, 1, warmup=0)
+    async def end() -> None:
         await boxes.pop().kill()
-        await asyncio.sleep(0.3)  # the pool refills between rounds: a burst is measured apart
-    report.add(Figure(name, samples, peer=_engine_peer(report), budget=budget))
+
+    samples, ends = [], []
+    for index in range(rounds + 1):
+        started = await timed_async(once, 1, warmup=0)
+        ended = await timed_async(end, 1, warmup=0)
+        if index:  # the first pays for the client's own start
+            samples += started
+            ends += ended
+        await asyncio.sleep(1.0)  # the pool refills between rounds: a burst is measured apart
+    report.add(Figure(name, samples, peer=engine_peer(report), budget=budget))
+    return ends
 
 
 async def burst(report: Report, connection: Connection) -> None:
@@ -79,7 +89,7 @@ async def burst(report: Report, connection: Connection) -> None:
 
 def round_trips(report: Report, connection: Connection, rootfs: Path, rounds: int) -> None:
     """`true` in a sandbox that is there, through SDK and server, beside the engine's own exec."""
-    engine = _engine_peer(report, bare=True)
+    engine = engine_peer(report, bare=True)
     if engine is not None:
         with (
             peers.bundle(engine, rootfs, ["sleep", "600"]) as folder,
@@ -98,16 +108,39 @@ def round_trips(report: Report, connection: Connection, rootfs: Path, rounds: in
 
 
 def files(report: Report, connection: Connection, megabytes: int = 128) -> None:
-    """Upload and download of one large file over HTTP on loopback."""
+    """One large file up and down over loopback: with the SDK, and with a plain HTTP client."""
     box = Sandbox.create("base", timeout=300, **connection.sdk_options())
     data = os.urandom(MEBIBYTE) * megabytes
+    url = box.upload_url("/tmp/large.bin", user="user")
+    download_url = box.download_url("/tmp/large.bin", user="user")
+    moves: list[tuple[str, Callable[[], object], str]] = [
+        ("upload", lambda: box.files.write("/tmp/large.bin", data), "SDK, multipart"),
+        ("upload, plain HTTP", lambda: _http("POST", url, data, megabytes), "octet-stream"),
+        ("download", lambda: box.files.read("/tmp/large.bin", format="bytes"), "the SDK's own cost is most of it"),
+        ("download, plain HTTP", lambda: _http("GET", download_url, None, megabytes), ""),
+    ]
     try:
-        uploads = [megabytes / s * 1e3 for s in timed(lambda: box.files.write("/tmp/large.bin", data), 3)]
-        downloads = [megabytes / s * 1e3 for s in timed(lambda: box.files.read("/tmp/large.bin", format="bytes"), 3)]
+        for name, move, note in moves:
+            samples = [megabytes / milliseconds * 1e3 for milliseconds in timed(move, 5)]
+            report.add(
+                Figure(name, samples, "MB/s", "cat through a pipe", higher_is_better=True, budget=300, note=note)
+            )
     finally:
         box.kill()
-    report.add(Figure("upload", uploads, "MB/s", "cat through a pipe", higher_is_better=True, budget=300))
-    report.add(Figure("download", downloads, "MB/s", "cat through a pipe", higher_is_better=True, budget=300))
+
+
+def _http(method: str, url: str, body: bytes | None, megabytes: int) -> None:
+    parts = urlsplit(url)
+    assert parts.hostname
+    client = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
+    try:
+        client.request(method, f"{parts.path}?{parts.query}", body, {"Content-Type": "application/octet-stream"})
+        answer = client.getresponse()
+        size = sum(map(len, iter(lambda: answer.read(MEBIBYTE), b"")))
+        assert answer.status == 200, answer.status
+        assert method == "POST" or size == megabytes * MEBIBYTE, size
+    finally:
+        client.close()
 
 
 def pipe(report: Report, rootfs: Path, megabytes: int = 128) -> None:
@@ -120,26 +153,25 @@ def pipe(report: Report, rootfs: Path, megabytes: int = 128) -> None:
     report.add(Figure("cat through a pipe", samples, "MB/s", higher_is_better=True))
 
 
-async def idle_memory(report: Report, connection: Connection, rootfs: Path, count: int = 16) -> None:
-    """Host memory of idle sandboxes: the proportional set size of every process that stays for them."""
-    before = peers.total_pss()
+async def idle_memory(report: Report, connection: Connection, rootfs: Path, server: int, count: int = 16) -> None:
+    """Host memory of idle sandboxes: what lives in them, and what the server process grew by."""
+    before = peers.pss_of([server])
     boxes = await asyncio.gather(
         *(AsyncSandbox.create("base", timeout=120, **connection.sdk_options()) for _ in range(count))
     )
     await asyncio.sleep(2.0)
-    each = (peers.total_pss() - before) / count / MEBIBYTE
+    grown = peers.pss_of([server]) - before
+    each = (peers.pss_of(peers.pids_in_groups(box.sandbox_id for box in boxes)) + grown) / count / MEBIBYTE
     await asyncio.gather(*(box.kill() for box in boxes))
-    engine = _engine_peer(report, bare=True)
+    engine = engine_peer(report, bare=True)
     if engine is not None:
         with peers.bundle(engine, rootfs, ["sleep", "600"]) as folder:
             report.add(Figure(f"{engine} sleep, idle", [peers.pss_of_containers(engine, folder, 4)], "MiB"))
     peer = f"{engine} sleep, idle" if engine else None
-    report.add(
-        Figure("idle sandbox", [each], "MiB", peer=peer, budget=3, note="host memory, PSS, server growth included")
-    )
+    report.add(Figure("idle sandbox", [each], "MiB", peer=peer, budget=3, note="PSS; its share of the server included"))
 
 
-def _engine_peer(report: Report, bare: bool = False) -> str | None:
+def engine_peer(report: Report, bare: bool = False) -> str | None:
     for engine in ("crun", "runc"):
         if report.find(f"{engine} true") is not None:
             return engine if bare else f"{engine} true"
