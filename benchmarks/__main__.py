@@ -139,7 +139,7 @@ def _keep(report: Report, load: str) -> None:
     ]
     document = {"machine": machine, "figures": rows, "skipped": report.skipped}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=2))
-    picture.draw(report, stem.with_suffix(".png"))
+    picture.draw(report, stem.with_suffix(".png"), load)
     console.print(f"kept: {stem}.json and {stem}.png", markup=False)
 
 

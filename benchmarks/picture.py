@@ -11,7 +11,7 @@ from benchmarks.measure import Figure, Report
 OURS, PEER = "#2f6f8f", "#b8b2a7"
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: Report, path: Path, load: str) -> None:
     """Write a PNG: one row of two bars for each figure that has a peer."""
     mpl.use("Agg")
     from matplotlib import pyplot
@@ -28,13 +28,14 @@ def draw(report: Report, path: Path) -> None:
         axis.set_xticks([])
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(labelsize=8)
-    figure.suptitle("Sandyard (blue) beside its peers (grey), same host, same run: medians", fontsize=10)
-    figure.tight_layout()
+    figure.suptitle(f"Sandyard (blue) beside its peers (grey), same host, same run: medians\nload {load}", fontsize=10)
+    figure.tight_layout(rect=(0, 0, 1, 0.985))
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
 def _verdict(figure: Figure) -> str:
+    more = ", more is better" if figure.higher_is_better else ""
     if figure.budget is None:
-        return ""
-    return f"   (budget {figure.budget:g}, {'kept' if figure.within_budget else 'missed'})"
+        return more
+    return f"{more}   (budget {figure.budget:g}, {'kept' if figure.within_budget else 'missed'})"
