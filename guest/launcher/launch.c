@@ -8,6 +8,7 @@
  *                   [--clone TEMPLATE IMAGE] [--loop IMAGE DIR]
  *                   [--write FILE OWNER TEXT]... [--lower DIR]... --overlay UPPER WORK DIR
  *                   [--fd N] -- ENGINE ARG...
+ *   sandyard-launch --bound-user INSTANCES WATCHES < STATE   (a hook, see bound.c)
  *
  * Steps run in the order they are given; the topmost `--lower` comes first. `--fd N` becomes descriptor 3 of the engine. Errors are
  * one line on stderr, "STEP: what: why", exit status 125.
@@ -54,7 +55,8 @@ static void private_mounts(void)
 /* Here, not in the engine: within the user namespace a hard limit cannot be raised any more. */
 static void set_limits(void)
 {
-    const struct rlimit files = {65536, 65536}, core = {0, 0};
+    /* Queued signals are charged to the host's root too: all sandboxes together must not fill its queue. */
+    const struct rlimit files = {65536, 65536}, core = {0, 0}, queued = {1024, 1024};
     struct rlimit now;
     if (setrlimit(RLIMIT_NOFILE, &files) != 0 && getrlimit(RLIMIT_NOFILE, &now) == 0) {
         now.rlim_cur = now.rlim_max; /* as many as this host lets us have */
@@ -63,6 +65,8 @@ static void set_limits(void)
     }
     if (setrlimit(RLIMIT_CORE, &core) != 0)
         fail("limits", "RLIMIT_CORE");
+    if (setrlimit(RLIMIT_SIGPENDING, &queued) != 0)
+        fail("limits", "RLIMIT_SIGPENDING");
 }
 
 static void become(char **engine, int fd)
@@ -99,6 +103,8 @@ static int arity(const char *option)
 int main(int argc, char **argv)
 {
     int fd = -1, at = 1, is_private = 0;
+    if (argc == 4 && strcmp(argv[1], "--bound-user") == 0)
+        return bound_user(argv[2], argv[3]);
     while (at < argc && strcmp(argv[at], "--") != 0) {
         const char *option = argv[at];
         char **word = argv + at + 1;

@@ -10,4 +10,7 @@ void write_new(const char *path, const char *owner, const char *text);
 void add_lower(const char *layer);
 void mount_overlay(const char *upper, const char *work, const char *where);
 
+/* The createRuntime hook of an engine: bound what a sandbox's users may take of the host's. */
+int bound_user(const char *instances, const char *watches);
+
 #endif

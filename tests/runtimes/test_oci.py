@@ -11,6 +11,7 @@ import pytest
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.container.oci import configuration, limits
 from sandyard.runtimes.container.seccomp import ALLOWED, profile
+from sandyard.runtimes.container.shared import INOTIFY_INSTANCES, INOTIFY_WATCHES, raise_host_limits
 
 FORBIDDEN = [
     *("mount", "umount2", "pivot_root", "unshare", "setns", "bpf", "keyctl", "add_key", "request_key"),
@@ -18,15 +19,34 @@ FORBIDDEN = [
     *("perf_event_open", "io_uring_setup", "io_uring_enter", "io_uring_register", "open_by_handle_at"),
     *("reboot", "swapon", "swapoff", "settimeofday", "clock_settime", "clock_adjtime", "acct", "quotactl"),
     *("iopl", "ioperm", "fsopen", "fsmount", "move_mount", "open_tree", "mount_setattr", "fanotify_init"),
-    *("socketcall", "ipc", "nfsservctl", "lookup_dcookie"),
+    *("io_submit", "socketcall", "ipc", "nfsservctl", "lookup_dcookie"),
 ]
 
 
 def made() -> dict[str, Any]:
     spec = SandboxSpec("box", Rootfs([Path("/layer")], env={"LANG": "de_DE.UTF-8", "X": "1"}), hostname="name")
     return configuration(
-        spec, rootfs=Path("/mnt/rootfs"), agent=Path("/agent"), cgroup="/mine/box", uid_base=100000, swap_limit=True
+        spec,
+        rootfs=Path("/mnt/rootfs"),
+        agent=Path("/agent"),
+        launcher=Path("/launch"),
+        cgroup="/mine/box",
+        uid_base=100000,
+        swap_limit=True,
     )
+
+
+def test_each_sandbox_has_its_own_limit_of_what_is_charged_to_root() -> None:
+    (hook,) = made()["hooks"]["createRuntime"]
+    assert hook["args"][1:] == ["--bound-user", str(INOTIFY_INSTANCES), str(INOTIFY_WATCHES)]
+
+
+def test_host_limits_are_raised_and_never_lowered(tmp_path: Path) -> None:
+    (tmp_path / "max_user_instances").write_text("128\n")
+    (tmp_path / "max_user_watches").write_text("900\n")
+    needed = {"max_user_instances": 500, "max_user_watches": 800, "max_unknown": 1}
+    assert raise_host_limits(tmp_path, needed) == {"max_user_instances": 500, "max_user_watches": 900}
+    assert (tmp_path / "max_user_instances").read_text() == "500"
 
 
 def test_it_is_json_with_every_namespace() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sandyard.runtimes.base import Resources, SandboxSpec
 from sandyard.runtimes.container.seccomp import profile
+from sandyard.runtimes.container.shared import INOTIFY_INSTANCES, INOTIFY_WATCHES
 
 AGENT_PATH = "/dev/.sandyard-agent"  # under /dev, a tmpfs of the sandbox: no trace in its files
 AGENT_FD = 3
@@ -39,6 +40,7 @@ def configuration(
     *,
     rootfs: Path,
     agent: Path,
+    launcher: Path,
     cgroup: str,
     uid_base: int,
     swap_limit: bool,
@@ -46,8 +48,9 @@ def configuration(
     """Build `config.json`.
 
     `rootfs` is where the launcher mounts the root file system, `agent` the program that becomes
-    PID 1, `cgroup` the path below each controller's root, `swap_limit` whether the host can limit
-    swap (a kernel without swap accounting refuses the file).
+    PID 1, `launcher` the host-side program that is a hook too, `cgroup` the path below each
+    controller's root, `swap_limit` whether the host can limit swap (a kernel without swap
+    accounting refuses the file).
     """
     return {
         "ociVersion": "1.0.2",
@@ -74,6 +77,14 @@ def configuration(
             "maskedPaths": MASKED,
             "readonlyPaths": READONLY,
         },
+        "hooks": {"createRuntime": [_bound_user(launcher)]},
+    }
+
+
+def _bound_user(launcher: Path) -> dict[str, Any]:
+    return {
+        "path": str(launcher),
+        "args": [launcher.name, "--bound-user", str(INOTIFY_INSTANCES), str(INOTIFY_WATCHES)],
     }
 
 

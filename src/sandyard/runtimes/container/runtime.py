@@ -22,7 +22,7 @@ from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.choice import Choice, Chooser
 from sandyard.runtimes.container.disk import Disks
 from sandyard.runtimes.container.instance import ContainerInstance
-from sandyard.runtimes.container.launch import Start, start, stop_making
+from sandyard.runtimes.container.launch import Start, launcher_binary, start, stop_making
 from sandyard.runtimes.container.layout import (
     Layout,
     engine_pid,
@@ -33,6 +33,7 @@ from sandyard.runtimes.container.layout import (
     write_json,
 )
 from sandyard.runtimes.container.oci import configuration
+from sandyard.runtimes.container.shared import raise_host_limits
 
 AGENT_TIMEOUT = 10.0
 DESTROY_TIMEOUT = 10.0
@@ -94,6 +95,7 @@ class ContainerRuntime(Runtime):
                     raise HostError("the container runtime needs root", remedy="run as root (sudo sandyard …)")
                 self.layout.prepare()
                 await self.in_thread(self.cgroups.prepare)
+                await self.in_thread(raise_host_limits)
                 self._choice = await Chooser(self).choose(again=again)
                 self.capabilities = Capabilities(hard_disk_limit=self._choice.disk == "loop")
             return self._choice
@@ -186,6 +188,7 @@ class ContainerRuntime(Runtime):
             spec,
             rootfs=mounts / "rootfs",
             agent=install_agent(agent_binary(), mounts),
+            launcher=launcher_binary(),
             cgroup=self.cgroups.engine_path(spec.sandbox_id),
             uid_base=uid_base,
             swap_limit=self.cgroups.swap_limit,

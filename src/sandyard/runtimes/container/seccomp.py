@@ -2,8 +2,9 @@
 
 Grouped by what they are for. Left out on purpose: mounting and namespaces (mount, umount2,
 pivot_root, unshare, setns, the fsopen family), kernel images and modules, bpf, perf_event_open,
-userfaultfd, io_uring, keyrings, clocks, swap, quota, NUMA placement, handles of files
-(open_by_handle_at), fanotify, and the 32-bit multiplexers whose arguments cannot be looked at.
+userfaultfd, io_uring, the older io_setup (its contexts are one small number for the whole host),
+keyrings, clocks, swap, quota, NUMA placement, handles of files (open_by_handle_at), fanotify, and
+the 32-bit multiplexers whose arguments cannot be looked at.
 ptrace stays: debuggers are honest tools, and the kernel already refuses the agent (not dumpable)
 and processes of other users (no CAP_SYS_PTRACE).
 """
@@ -60,7 +61,7 @@ timerfd_gettime timerfd_gettime64 timerfd_settime timerfd_settime64
 _WAITING = """
 epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait
 epoll_wait_old eventfd eventfd2 futex futex_requeue futex_time64 futex_wait futex_waitv futex_wake
-io_cancel io_destroy io_getevents io_pgetevents io_pgetevents_time64 io_setup io_submit poll ppoll
+poll ppoll
 ppoll_time64 pselect6 pselect6_time64 select _newselect
 """
 _TALKING = """
@@ -95,6 +96,7 @@ def profile(machine: str | None = None) -> dict[str, Any]:
     rules.append(_when("clone", CLONE_NAMESPACES, op="SCMP_CMP_MASKED_EQ", second=0))
     # Its flags lie behind a pointer, out of a filter's sight; callers fall back to clone on ENOSYS.
     rules.append({"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS})
+    rules.append({"names": ["io_setup"], "action": "SCMP_ACT_ERRNO", "errnoRet": ENOSYS})  # callers fall back
     seccomp: dict[str, Any] = {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": EPERM, "syscalls": rules}
     if machine in _ARCHITECTURES:
         seccomp["architectures"] = _ARCHITECTURES[machine]
