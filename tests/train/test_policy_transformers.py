@@ -295,6 +295,20 @@ def test_what_is_not_a_model_is_refused(tmp_path: Path) -> None:
         load_policy(tmp_path)
 
 
+def test_a_damaged_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    for name, content in (("empty", "{}"), ("no-tokenizer", '{"model_type": "llama"}'), ("not-json", "{bad")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match=f"--model .*{name}: its tokenizer cannot be read") as caught:
+            load_policy(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    make_policy().save(tmp_path / "cut")
+    (weights,) = (tmp_path / "cut").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="its weights cannot be read"):
+        load_policy(tmp_path / "cut")
+
+
 def test_a_model_too_big_for_memory_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_policy().save(tmp_path)
     parameters = sum(parameter.numel() for parameter in make_policy().parameters())

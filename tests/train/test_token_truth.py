@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from sandyard.envs.base import StepResult
@@ -100,7 +99,7 @@ async def test_a_rollout_of_three_turns_holds_what_was_sampled_and_nothing_else(
     run, submit = (render_call(name, {"code": "xx"}) for name in ("run_python", "submit_solution"))
     policy = make(tokenizer, {0: run, 2: submit})
     record = await play(policy)
-    first, cut, last = policy.turns
+    first, cut, _ = policy.turns
     assert cut.finish_reason is FinishReason.LENGTH
     assert (record.end_reason, record.truncated, record.submission) == (EndReason.DONE, True, "xx")
 
@@ -126,9 +125,9 @@ async def test_a_rollout_of_three_turns_holds_what_was_sampled_and_nothing_else(
         [logp for turn in policy.turns for logp in turn.logprobs]
     )
     # The log-probs stand at their tokens: those of the turn that the model sampled are the model's own.
-    logps, _ = policy.completion_logprobs(batch.prompts, batch.completions)
+    computed, _ = policy.completion_logprobs(batch.prompts, batch.completions)
     start = len(first.token_ids) + len(answered)
-    assert torch.allclose(logps[0, start : start + len(cut.token_ids)], torch.tensor(cut.logprobs), atol=1e-4)
+    assert computed[0][start : start + len(cut.token_ids)].tolist() == pytest.approx(cut.logprobs, abs=1e-4)
 
 
 async def test_an_observation_forges_nothing(tokenizer: Any) -> None:

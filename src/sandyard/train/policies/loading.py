@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from sandyard.errors import ConfigError, HostError
+from sandyard.errors import ConfigError, HostError, SandyardError
 from sandyard.train.policies.transformers import TransformersPolicy, quiet_transformers
 
 SMOLLM2 = "smollm2"
@@ -42,10 +44,11 @@ def load_policy(
     from sandyard.train.policies.chat import ChatFormat, choose_template
 
     directory, arguments = _locate(path)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **arguments)
+    with _readable(path, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, **arguments)
     ChatFormat(tokenizer, choose_template(tokenizer, chat_template))
-    require_memory(directory, arguments.get("gguf_file"), dtype, device, trains_all=lora_rank == 0)
-    with quiet_transformers():
+    with _readable(path, "weights"), quiet_transformers():
+        require_memory(directory, arguments.get("gguf_file"), dtype, device, trains_all=lora_rank == 0)
         model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype, **arguments)
     if "gguf_file" in arguments:
         _forget_quantisation(model)
@@ -53,6 +56,21 @@ def load_policy(
     if lora_rank:
         model = with_lora(model, lora_rank)
     return TransformersPolicy(model, tokenizer, max_length=max_length, chat_template=chat_template, max_batch=max_batch)
+
+
+@contextlib.contextmanager
+def _readable(path: str | Path, what: str) -> Iterator[None]:
+    """The libraries answer a damaged or incomplete model with a dozen types of error and many lines."""
+    try:
+        yield
+    except SandyardError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--model {path}: its {what} cannot be read: {type(error).__name__}: {said}",
+            remedy="give a complete folder as save_pretrained writes it",
+        ) from error
 
 
 def with_lora(model: Any, rank: int) -> Any:
