@@ -286,6 +286,104 @@ async def test_a_cheat_gets_what_it_deserves(cheat: Cheat) -> None:
     assert len(verdict.results) == verdict.total == 3
 
 
+# Solutions of one function `f`, against a test that would give its expected value away.
+GIVEN_AWAY = [
+    ("assert abs(f(2) - 1.4142) < 1e-3", "class Z:\n    def __sub__(self, other): return 0"),
+    ("assert f(2) - 5 == 0", "class Z:\n    def __sub__(self, other): return other - other"),
+    ("assert f(2) ^ 5 == 0", "class Z:\n    def __xor__(self, other): return 0"),
+    ("assert f(2) | 1 == 1", "class Z:\n    def __or__(self, other): return other"),
+    ("assert f(2) % 5 == 0", "class Z:\n    def __mod__(self, other): return 0"),
+    (
+        "assert 5 in f(2)",
+        "class Z:\n    def __contains__(self, other): return True\n    def __iter__(self): return iter(())",
+    ),
+    ("assert f(2) in [4, 5]", "class Z:\n    def __eq__(self, other): return True\n    def __hash__(self): return 5"),
+    ("assert f(2) in {5: 1}", "class Z:\n    def __eq__(self, other): return True\n    def __hash__(self): return 5"),
+    ("assert max(f(2), 5) == 5", "class Z:\n    def __gt__(self, other): return False\n    __lt__ = __gt__"),
+    ("assert f(2) <= 5 <= f(2)", "class Z:\n    def __le__(self, other): return True\n    __ge__ = __le__"),
+    ("assert isinstance(f(2), int) and f(2) == 5", "class Z(int):\n    def __eq__(self, other): return True"),
+    ("assert round(f(2), 1) == 1.4", "class Z:\n    def __round__(self, n): return 1.4"),
+    ("assert f(2).real == 5", "class N:\n    def __eq__(self, o): return True\nclass Z:\n    real = N()"),
+    (
+        "assert f(2)[0] == 5",
+        "class N:\n    def __eq__(self, o): return True\nclass Z:\n    def __getitem__(self, i): return N()",
+    ),
+    (
+        "assert sorted(f(2)) == [5]",
+        "class N:\n    def __eq__(self, o): return True\nclass Z:\n    def __iter__(self): return iter([N()])",
+    ),
+]
+
+
+@pytest.mark.parametrize(("test", "code"), GIVEN_AWAY)
+async def test_no_operator_of_a_solution_meets_the_expected_value(test: str, code: str) -> None:
+    task = Task("f", "Write f.", tests=(test,), reference="def f(x): return 5")
+    verdict = await local_verifier(LIMITS).verify(task, f"{code}\ndef f(x): return Z()")
+    assert verdict.passed == 0, verdict.results
+
+
+async def test_a_solutions_own_containers_and_numbers_still_work() -> None:
+    tests = (
+        "assert 2 in f(3) and 7 not in f(3)",
+        "assert (V(1) + V(2)).x == 3",
+        "assert V(1) < V(2) and (V(1) | V(4)).x == 5",
+    )
+    code = """
+def f(n):
+    yield from range(n)
+class V:
+    def __init__(self, x): self.x = x
+    def __add__(self, other): return V(self.x + other.x)
+    def __or__(self, other): return V(self.x | other.x)
+    def __lt__(self, other): return self.x < other.x
+"""
+    verdict = await local_verifier(LIMITS).verify(Task("f", "Write f and V.", tests=tests, reference=code), code)
+    assert verdict.passed == 3, verdict.results
+
+
+SPEAKS_FOR_ITSELF = r"""
+import json, os, struct
+
+def send(fd, message):
+    body = json.dumps(message).encode()
+    data = struct.pack(">I", len(body)) + body
+    while data:
+        data = data[os.write(fd, data):]
+
+def receive(fd):
+    (length,) = struct.unpack(">I", os.read(fd, 4))
+    data = b""
+    while len(data) < length:
+        data += os.read(fd, length - len(data))
+    return json.loads(data)
+
+for fd in range(3, 64):
+    try:
+        os.fstat(fd)
+        _, operation, operands = receive(fd)
+    except (OSError, struct.error):
+        continue
+    mine = ["own", [0, "A" * 1000000]]
+    if HOW == "fatal":
+        send(fd, ["fatal", "B" * 1000000])
+    elif HOW == "list":
+        send(fd, ["answer"])
+    else:
+        send(fd, ["answer", True, operands, ["dict", [["add", mine]]]])
+        receive(fd)
+        send(fd, ["answer", True, [["dict", []]], mine])
+    receive(fd)
+"""
+
+
+@pytest.mark.parametrize(("how", "outcome"), [("fatal", "crashed"), ("list", "crashed"), ("label", "failed")])
+async def test_a_solution_cannot_break_the_verdict_by_speaking_for_itself(how: str, outcome: str) -> None:
+    """It takes over its socket and says a megabyte where a word is due: a verdict that does not parse would
+    mask the rollout instead of scoring it."""
+    verdict = await local_verifier(LIMITS).verify(TASK, f"HOW = {how!r}\n{SPEAKS_FOR_ITSELF}")
+    assert [str(result.outcome) for result in verdict.results] == [outcome] * 3
+
+
 async def test_the_honest_solution_scores() -> None:
     verdict = await local_verifier(LIMITS).verify(TASK, TASK.reference)
     assert [result.outcome for result in verdict.results] == [TestOutcome.PASSED] * 3

@@ -36,7 +36,8 @@ class Remote:
     """A stand-in for an object of the solution that is not plain data.
 
     It equals only what is itself of the solution: compared with plain data it is unequal, whatever
-    its own `__eq__` would say.
+    its own `__eq__` would say. Nor does it calculate with plain data: in `abs(f(2) - 5) < 1e-6` the 5 is
+    the expected value, which the solution must not be handed.
     """
 
     def __init__(self, judge: Judge, number: int, label: str) -> None:
@@ -86,7 +87,7 @@ class Remote:
         return float(_ask("float", self))
 
     def __contains__(self, item: object) -> bool:
-        return bool(_ask("contains", self, item))
+        return any(found is item or found == item for found in self)
 
     def __instancecheck__(self, instance: object) -> bool:
         return isinstance(instance, Remote) and bool(_ask("isinstance", instance, self))
@@ -98,24 +99,26 @@ def _ask(operation: str, remote: Remote, *operands: Any) -> Any:
 
 
 def _forward(name: str) -> None:
-    operation = name.strip("_") if name not in ("__and__", "__or__") else name.strip("_") + "_"
+    operation = name.strip("_")
     setattr(Remote, name, lambda self, *operands: _ask(operation, self, *operands))
 
 
-_FORWARDED = ("next", "getitem", "setitem", "delitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-for _name in (*_FORWARDED, "neg", "abs", "and", "or", "xor", "matmul"):
+for _name in ("next", "getitem", "setitem", "delitem", "neg", "abs"):
     _forward(f"__{_name}__")
 
 
-def _order(name: str) -> None:
-    def compare(self: Remote, other: object) -> Any:
-        return _ask(name, self, other) if isinstance(other, Remote) else NotImplemented
+def _among_themselves(name: str) -> None:
+    operation = f"{name}_" if name in ("and", "or") else name
 
-    setattr(Remote, f"__{name}__", compare)
+    def apply(self: Remote, other: object) -> Any:
+        return _ask(operation, self, other) if isinstance(other, Remote) else NotImplemented
+
+    setattr(Remote, f"__{name}__", apply)
 
 
-for _name in ("lt", "le", "gt", "ge"):
-    _order(_name)
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+for _name in ("lt", "le", "gt", "ge", *_ARITHMETIC):
+    _among_themselves(_name)
 
 
 class Judge(Peer):

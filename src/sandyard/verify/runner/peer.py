@@ -43,7 +43,7 @@ class Peer:
         if tag == "your" and type(payload) is int and payload >= 0:
             return self.owned[payload]
         if tag == "own":
-            return self.stand_in(int(payload[0]), str(payload[1]))
+            return self.stand_in(int(payload[0]), str(payload[1])[:_TEXT])
         raise ValueError(f"unknown tag {tag!r}")
 
     def stand_in(self, number: int, label: str) -> Any:
