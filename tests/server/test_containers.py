@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2b import RateLimitException, Sandbox
+from e2b import CommandExitException, RateLimitException, Sandbox, SandboxException
 
 from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
 from sandyard.images.base import build_base
@@ -101,9 +101,34 @@ def test_a_memory_bomb_is_told_as_oom_or_contained(settings: Settings, monkeypat
     with EmbeddedServer(settings) as server:
         sdk(server, monkeypatch)
         box = Sandbox.create("base", timeout=120)
-        with pytest.raises(Exception, match=r"137|-1|kill|oom"):
-            box.commands.run("python3 -c 'x = bytearray(2 << 30)'", timeout=60)
+        for bomb in ("python3 -c 'x = bytearray(2 << 30)'", "python3 -c 'x = bytearray(2 << 30)'; exit $?"):
+            with pytest.raises(CommandExitException) as taken:
+                box.commands.run(bomb, timeout=60)
+            assert "(out of memory: the sandbox's limit is 512 MiB)" in str(taken.value.error)
+        with pytest.raises(CommandExitException) as other:
+            box.commands.run("kill -9 $$")
+        assert other.value.error == "signal: killed"
         assert box.commands.run("echo alive").stdout == "alive\n"
+
+
+def test_a_sandbox_that_dies_of_memory_says_so(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no process holds (files of /dev/shm) leaves only PID 1 to kill."""
+    small = settings.model_copy(update={"sandbox": SandboxSettings.model_validate({"memory_mb": 32})})
+    with EmbeddedServer(small) as server, httpx.Client(base_url=server.url) as api:
+        sdk(server, monkeypatch)
+        box = Sandbox.create("base", timeout=120)
+        for _ in range(20):
+            try:
+                box.commands.run("for n in 1 2 3 4; do head -c 60M /dev/zero > /dev/shm/$n; done", timeout=10)
+                box.files.write("/dev/shm/agent", bytes(40 << 20))
+            except (SandboxException, CommandExitException, httpx.HTTPError):
+                pass  # whichever way it fails; the death below is what counts
+            reply = api.get(f"/sandboxes/{box.sandbox_id}", headers={"X-API-Key": server.api_key})
+            if reply.status_code == 404:
+                break
+        assert reply.json()["error_code"] == "sandbox_dead_oom", reply.text
+        gone = api.get("/health", headers={"E2b-Sandbox-Id": box.sandbox_id})
+        assert (gone.status_code, gone.headers["x-sandyard-death"]) == (502, "oom")
 
 
 def test_a_full_node_answers_429(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

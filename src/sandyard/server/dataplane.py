@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from sandyard.errors import AgentLinkError, NotFound, SandboxDied, SandyardError
 from sandyard.sandboxes import Sandbox, SandboxManager
 from sandyard.server.envd.call import Aborted, Call, Guest
+from sandyard.server.envd.memory import MemoryWatch
 from sandyard.server.envd.router import EnvdRouter
 from sandyard.server.envd.sessions import Sessions
 from sandyard.server.envd.signing import BadSignature, verify
@@ -144,7 +145,9 @@ class DataPlane:
     def _guest(self, sandbox: Sandbox) -> Guest:
         guest = self._guests.get(sandbox.id)
         if guest is None:
-            guest = self._guests[sandbox.id] = Guest(sandbox, Sessions(), Watchers(), self._manager.relink)
+            guest = self._guests[sandbox.id] = Guest(
+                sandbox, Sessions(MemoryWatch(sandbox)), Watchers(), self._manager.relink
+            )
         return guest
 
     def _died(self, sandbox: Sandbox, _death: SandboxDied) -> None:

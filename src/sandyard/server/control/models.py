@@ -14,7 +14,6 @@ from sandyard.server.usage import MIB, Sample
 ENVD_VERSION = "0.6.13"  # the envd whose features are offered
 
 
-
 def _number(value: object) -> object:
     if isinstance(value, bool | str):
         raise ValueError("Input should be a number of seconds")

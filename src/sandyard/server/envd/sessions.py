@@ -20,6 +20,7 @@ import structlog
 from sandyard.errors import SandyardError
 from sandyard.guest.base import Agent, Channel, ExitStatus, Process
 from sandyard.server.envd.connect import RpcError, end_frame, frame
+from sandyard.server.envd.memory import MemoryWatch
 
 log = structlog.get_logger("sandyard.envd")
 
@@ -38,7 +39,8 @@ def data_frame(channel: Channel, data: bytes) -> bytes:
     return frame(_DATA[channel] + base64.b64encode(data) + b'"}}}')
 
 
-def exit_frame(status: ExitStatus) -> bytes:
+def exit_frame(status: ExitStatus, oom: str | None = None) -> bytes:
+    """The event that ends a process. `oom` says why the kernel took it or a child of it, if it did."""
     if status.signal is not None:
         name = (signal.strsignal(status.signal) or f"signal {status.signal}").lower()
         end: dict[str, Any] = {"exitCode": -1, "exited": False, "status": f"signal: {name}", "error": f"signal: {name}"}
@@ -46,6 +48,8 @@ def exit_frame(status: ExitStatus) -> bytes:
         end = {"exitCode": status.code, "exited": True, "status": f"exit status {status.code}"}
         if status.code:
             end["error"] = end["status"]
+    if oom is not None:
+        end["error"] += f" ({oom})"
     return frame(json.dumps({"event": {"end": end}}).encode())
 
 
@@ -183,7 +187,8 @@ class Session:
             async for channel, data in self.process.output():
                 if self._subscribers:
                     await self._publish(data_frame(channel, data))
-            end = exit_frame(await self.process.wait()) + end_frame()
+            status = await self.process.wait()
+            end = exit_frame(status, await sessions.oom(status)) + end_frame()
         except SandyardError as error:
             # The link often breaks a moment before the death is known; `abort` then ends this task.
             await asyncio.sleep(LINK_GRACE_SECONDS)
@@ -212,8 +217,13 @@ class Session:
 class Sessions:
     """The processes of one sandbox."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryWatch | None = None) -> None:
         self._sessions: dict[int, Session] = {}
+        self._memory = memory
+
+    async def oom(self, status: ExitStatus) -> str | None:
+        """What to tell of an exit that the kernel's want of memory may have caused."""
+        return await self._memory.why(status) if self._memory is not None else None
 
     def add(self, process: Process, config: Mapping[str, Any], tag: str | None) -> Session:
         session = self._sessions[process.pid] = Session(process, config, tag)
