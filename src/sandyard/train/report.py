@@ -18,6 +18,7 @@ from sandyard.train.trajectory import read_lines
 
 _MASK_PREFIX = "train/masked/"
 _TEXT_LIMIT = 6000
+_VIEWPORT = '<meta name=viewport content="width=device-width, initial-scale=1">'
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def write_report(run_dir: Path, *, title: str = "Training run", comparisons: Seq
         _trajectories(run_dir / TRAJECTORIES),
         _config(run_dir / "config.json"),
     ]
-    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
+    page = f"<!doctype html><html lang=en><meta charset=utf-8>{_VIEWPORT}<title>{html.escape(title)}</title>"
     report.html.write_text(page + _STYLE + "<main>" + "".join(sections) + "</main></html>", encoding="utf-8")
     return report
 
@@ -104,7 +105,7 @@ def _families(comparison: Comparison) -> str:
 
 def _bar(score: FamilyScore | None, kind: str) -> str:
     share = 0.0 if score is None or math.isnan(score.pass_at_1) else score.pass_at_1
-    return f'<div class="bar {kind}" style="width:{180 * share:.0f}px"></div>'
+    return f'<div class="bar {kind}" style="width:calc({share:.3f} * var(--bar))"></div>'
 
 
 def _failures(metrics: Sequence[Mapping[str, Any]], comparisons: Sequence[Comparison]) -> str:
@@ -143,7 +144,8 @@ def _trajectories(path: Path) -> str:
 def _trajectory(line: Mapping[str, Any]) -> str:
     outcome = f"masked: {line['masked']}" if line.get("masked") else f"reward {line['reward']:.2f}"
     head = f"step {line.get('step')}, {line['task_id']} ({line.get('family') or 'no family'}): {outcome}, "
-    head += f"{line['turns']} turns, {line['end_reason']}"
+    head += f"{line['turns']} turn{'' if line['turns'] == 1 else 's'}"
+    head += f", ended: {str(line['end_reason']).replace('_', ' ')}" if line["end_reason"] else ""
     body = [html.escape(str(line.get("prompt", "")))[-_TEXT_LIMIT:]]
     body.append(f"<mark>{html.escape(str(line.get('text', '')))[:_TEXT_LIMIT]}</mark>")
     if line.get("detail"):
@@ -165,7 +167,7 @@ def _settings(config: Mapping[str, Any]) -> Iterable[str]:
 
 
 _STYLE = """<style>
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; }
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --bar: min(180px, 15vw); }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0; }
 main { max-width: 1080px; margin: 0 auto; padding: 24px; }
 h1 { font-size: 26px; } h2 { font-size: 19px; margin-top: 36px; }
@@ -179,6 +181,8 @@ svg text { font-size: 10px; fill: currentColor; opacity: .65; } .grid { stroke: 
 table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: left; vertical-align: middle; }
 tr { border-bottom: 1px solid var(--soft); } .total { font-weight: 700; }
 .bar { height: 7px; border-radius: 3px; margin: 2px 0; background: #1f6feb; } .bar.before { background: #8886; }
+td:first-child { overflow-wrap: anywhere; } code { overflow-wrap: anywhere; }
+@media (max-width: 560px) { main { padding: 14px; } table { font-size: 13px; } td, th { padding-right: 8px; } }
 details { margin: 6px 0; } summary { cursor: pointer; }
 pre { white-space: pre-wrap; background: var(--soft); padding: 12px; border-radius: 8px; font-size: 12.5px; }
 mark { background: #1f6feb33; color: inherit; } code { font-size: 12.5px; }
