@@ -327,3 +327,22 @@ def test_an_oom_is_attributed_on_both_planes(server: LiveServer, api: httpx.Clie
         "reason": "oom",
         "detail": "512 MiB",
     }
+
+
+def test_a_full_disk_refuses_creates_and_lets_sandboxes_die(
+    server: LiveServer, api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = create(api)["sandboxID"]
+
+    async def full(_record: object) -> None:
+        raise HostError("database x: database or disk is full")
+
+    monkeypatch.setattr(server.app.manager.store, "add_sandbox", full)
+    monkeypatch.setattr(server.app.manager.store, "bury", full)
+    refused = api.post("/v2/sandboxes", json={"templateID": "base"})
+    assert (refused.status_code, refused.json()["message"]) == (500, "database x: database or disk is full")
+    assert api.delete(f"/sandboxes/{made}").status_code == 204
+    assert api.get(f"/sandboxes/{made}").json()["error_code"] == "sandbox_dead_killed"
+    assert not server.runtime.instances
+    monkeypatch.undo()
+    create(api)

@@ -60,6 +60,16 @@ def test_an_embedded_server_serves_and_goes(tmp_path: Path) -> None:
     server.stop()
 
 
+def test_what_clients_confide_is_private_on_disk(tmp_path: Path) -> None:
+    settings = memory_settings(tmp_path)
+    with EmbeddedServer(settings) as server:
+        body = {"templateID": "base", "envVars": {"TOKEN": "x"}}
+        httpx.post(f"{server.url}/v2/sandboxes", json=body, headers={"X-API-Key": server.api_key})
+        files = list(settings.paths.state.glob("sandyard.db*"))
+        assert len(files) >= 2
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+
+
 async def test_it_is_an_async_context_too(tmp_path: Path) -> None:
     async with EmbeddedServer(memory_settings(tmp_path)) as server, httpx.AsyncClient() as client:
         assert (await client.get(f"{server.url}/health")).status_code == 204

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from sandyard.config import Settings
-from sandyard.errors import BadRequest, DeathReason, NotFound, SandboxDied, SandboxError, SandyardError
+from sandyard.errors import BadRequest, DeathReason, HostError, NotFound, SandboxDied, SandboxError, SandyardError
 from sandyard.runtimes.base import Instance, Resources, Runtime, SandboxSpec
 from sandyard.sandboxes.admission import Admission
 from sandyard.sandboxes.graveyard import Graveyard
@@ -361,4 +361,11 @@ class SandboxManager:
             if watch is not None:
                 watch.cancel()
             self._sandboxes.pop(sandbox.id, None)
-            await self.graveyard.bury(DeathRecord(sandbox.id, sandbox.tenant, death.reason, death.detail, time.time()))
+            await self._bury(DeathRecord(sandbox.id, sandbox.tenant, death.reason, death.detail, time.time()))
+
+    async def _bury(self, record: DeathRecord) -> None:
+        try:
+            await self.graveyard.bury(record)
+        except HostError as error:
+            # It is dead all the same, as was asked for; the next start finds that it does not live, and records it.
+            log.error("a death could not be recorded", sandbox=record.id, error=str(error))
