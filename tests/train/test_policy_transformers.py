@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -206,6 +207,14 @@ async def test_a_failing_model_fails_its_callers_and_then_works_again() -> None:
         await policy.generate([1], SamplingParams(3, 1.0, 0))
     policy._decode._model = good
     assert (await policy.generate([1], SamplingParams(3, 1.0, 0))).token_ids
+
+
+async def test_ruined_weights_are_not_sampled_from() -> None:
+    policy = make_policy()
+    with torch.no_grad():
+        policy.model.get_output_embeddings().weight[3] = math.nan
+    with pytest.raises(FloatingPointError, match="not finite"):
+        await policy.generate([1, 2, 3], SamplingParams(4, 1.0, 0))
 
 
 async def test_decoding_is_batched() -> None:

@@ -201,6 +201,8 @@ class GRPOTrainer:
         if not scored:
             reasons = Counter(str(t.masked) for t in trajectories)
             return f"all {len(trajectories)} rollouts are masked ({_counts(reasons)})"
+        if not any(t.token_ids for t in trajectories if t.reward is not None):
+            return f"none of {scored} scored rollouts holds a token"
         if not any(advantages.values) and self.config.beta == 0:
             masked = len(trajectories) - scored
             return f"all {advantages.degenerate} groups are without a contrast ({masked} rollouts masked)"

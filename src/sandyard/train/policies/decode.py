@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import random
 import threading
 from collections import deque
@@ -211,6 +212,8 @@ class DecodeLoop:
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
         chosen = torch.where(greedy[:, None], 0.0, logps.gather(1, tokens))
         for request, token, logp in zip(requests, tokens[:, 0].tolist(), chosen[:, 0].tolist(), strict=True):
+            if not math.isfinite(logp):
+                raise FloatingPointError("the policy's logits are not finite: its weights are ruined")
             request.ids.append(token)
             request.logprobs.append(logp)
 
