@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 import httpx
 import pytest
 
-from sandyard.errors import CreateFailed, DeathReason
+from sandyard.errors import CreateFailed, DeathReason, HostError
 
 if TYPE_CHECKING:
     from tests.server.conftest import LiveServer
