@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sandyard.connection import Connection
+from sandyard.errors import ConfigError
 from sandyard.tasks.base import Task
 from sandyard.train.config import TrainConfig
 from sandyard.train.episode import BuildMessages
@@ -25,6 +26,7 @@ from sandyard.train.nano.demonstrations import system_prompt
 from sandyard.train.policies.base import Message
 from sandyard.train.progress import RunProgress, comparison_table
 from sandyard.train.report import Comparison, write_report
+from sandyard.train.runlog import require_unused
 from sandyard.train.trainer import GRPOTrainer
 from sandyard.train.trajectory import read_trajectories
 
@@ -54,10 +56,14 @@ async def run(config: RecipeConfig, *, server: Connection, console: Console) -> 
     server's capacity) is refused before the first rollout.
     """
     train = train_config(config)
+    run_dir = run_directory(config)
+    if config.resume is None:
+        require_unused(run_dir)
+    elif not run_dir.is_dir():
+        raise ConfigError(f"there is no run to resume in {run_dir}")
     tasks, held_out = choose_tasks(config)
     async with open_yard(config, train, server) as yard:
         console.print(f"programs run in: {yard.backend.describe()}", highlight=False)
-        run_dir = run_directory(config)
         progress = RunProgress(console, max_steps=train.max_steps, rollouts=train.rollouts)
         trainer = GRPOTrainer(
             await make_policy(train, config.warm_start_steps, console),

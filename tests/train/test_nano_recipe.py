@@ -96,3 +96,13 @@ def test_grpo_lifts_the_nano_policy(recipe: ModuleType, tmp_path: Path, seed: in
     result, _ = run(recipe, run_dir=tmp_path / "run", seed=seed)
     assert 0.2 <= result.before.pass_at_1 <= 0.5
     assert result.after.pass_at_1 >= 0.85
+
+
+def test_a_used_run_directory_is_refused_and_untouched(recipe: ModuleType, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "before.jsonl"):
+        (tmp_path / name).write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run(recipe, run_dir=tmp_path, **SMALL)
+    with pytest.raises(ConfigError, match="no run to resume"):
+        run(recipe, resume=tmp_path / "none", **SMALL)
+    assert (tmp_path / "before.jsonl").exists()

@@ -25,9 +25,9 @@ class RunLog:
     def begin(self, config: Mapping[str, Any], step: int) -> None:
         """Start at `step`. What an interrupted run logged after it is removed; with step 0, `ConfigError` if
         there is a run already: two runs in one file would look like one."""
+        if step == 0:
+            require_unused(self.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        if step == 0 and (self.run_dir / METRICS).exists():
-            raise ConfigError(f"{self.run_dir} holds a run already", remedy="resume it, or use another directory")
         for name in (METRICS, TRAJECTORIES):
             self._rewind(self.run_dir / name, step)
         (self.run_dir / "config.json").write_text(json.dumps(dict(config), indent=2))
@@ -46,6 +46,12 @@ class RunLog:
         work = path.with_suffix(".rewinding")
         work.write_text("".join(kept), encoding="utf-8")
         os.replace(work, path)
+
+
+def require_unused(run_dir: Path) -> None:
+    """Raises `ConfigError` if a run has written its metrics there."""
+    if (run_dir / METRICS).exists():
+        raise ConfigError(f"{run_dir} holds a run already", remedy="resume it, or use another directory")
 
 
 def _step(line: str) -> float:
