@@ -78,55 +78,61 @@ def _words(k: int, rng: random.Random) -> list[object]:
 FAMILIES: tuple[Family, ...] = (
     Family(
         "add", "n", ("adds {k} to a number", "increases a number by {k}"),
-        "n + {k}", ("n - {k}", "n * {k}", "{k} - n"), _numbers, "{f}(5)",
+        "n + {k}", ("n - {k}", "n * {k}", "{k} - n", "n // {k}"), _numbers, "{f}(5)",
     ),
     Family(
         "subtract", "n", ("subtracts {k} from a number", "decreases a number by {k}"),
-        "n - {k}", ("n + {k}", "{k} - n", "n // {k}"), _numbers, "{f}(5)",
+        "n - {k}", ("n + {k}", "{k} - n", "n // {k}", "n * {k}"), _numbers, "{f}(5)",
     ),
     Family(
         "multiply", "n", ("multiplies a number by {k}", "returns {k} times a number"),
-        "n * {k}", ("n + {k}", "n - {k}", "n // {k}"), _numbers, "{f}(2)",
+        "n * {k}", ("n + {k}", "n - {k}", "n // {k}", "{k} - n"), _numbers, "{f}(2)",
     ),
     Family(
         "remainder", "n", ("returns the remainder after dividing by {k}", "takes a number modulo {k}"),
-        "n % {k}", ("n // {k}", "n - {k}", "n * {k}"), _numbers, "{f}(50)",
+        "n % {k}", ("n // {k}", "n - {k}", "n * {k}", "n + {k}"), _numbers, "{f}(50)",
     ),
     Family(
         "at_most", "n", ("caps a number at {k}", "limits a number to at most {k}"),
-        "min(n, {k})", ("max(n, {k})", "n - {k}", "n % {k}"), _around, "{f}(9)",
+        "min(n, {k})", ("max(n, {k})", "n - {k}", "n % {k}", "n + {k}"), _around, "{f}(9)",
     ),
     Family(
         "at_least", "n", ("raises a number to at least {k}", "keeps a number from falling below {k}"),
-        "max(n, {k})", ("min(n, {k})", "n + {k}", "n * {k}"), _around, "{f}(9)",
+        "max(n, {k})", ("min(n, {k})", "n + {k}", "n * {k}", "n - {k}"), _around, "{f}(9)",
     ),
     Family(
         "count_greater", "xs", ("counts the numbers greater than {k}", "counts the items above {k}"),
         "len([x for x in xs if x > {k}])",
-        ("len([x for x in xs if x < {k}])", "len([x for x in xs if x >= {k}])", "len([x for x in xs if x == {k}])"),
+        (
+            "len([x for x in xs if x < {k}])", "len([x for x in xs if x >= {k}])",
+            "len([x for x in xs if x == {k}])", "[x for x in xs if x > {k}]",
+        ),
         _lists, "{f}([1, 9, 40])",
     ),
     Family(
         "divisible", "xs", ("keeps the numbers divisible by {k}", "filters the multiples of {k} from a list"),
         "[x for x in xs if x % {k} == 0]",
-        ("[x for x in xs if x % {k} != 0]", "[x for x in xs if x > {k}]", "[x for x in xs if x % {k} == 1]"),
+        (
+            "[x for x in xs if x % {k} != 0]", "[x for x in xs if x > {k}]",
+            "[x for x in xs if x % {k} == 1]", "[x for x in xs if x < {k}]",
+        ),
         _multiples, "{f}([6, 7, 40])",
     ),
     Family(
         "element", "xs", ("returns the element at index {k} of a list", "picks item {k} of a list counting from 0"),
-        "xs[{k}]", ("xs[-{k}]", "xs[{k} - 1]", "xs[{k} + 1]"), _long_lists, "{f}(list(range(50)))",
+        "xs[{k}]", ("xs[-{k}]", "xs[{k} - 1]", "xs[{k} + 1]", "xs[-{k} - 1]"), _long_lists, "{f}(list(range(50)))",
     ),
     Family(
         "prefix", "s", ("returns the first {k} characters", "returns the prefix of length {k}"),
-        "s[:{k}]", ("s[{k}:]", "s[-{k}:]", "s[:-{k}]"), _strings, "len({f}('ab' * 40))",
+        "s[:{k}]", ("s[{k}:]", "s[-{k}:]", "s[:-{k}]", "s[{k}]"), _strings, "len({f}('ab' * 40))",
     ),
     Family(
         "suffix", "s", ("returns the last {k} characters", "returns the suffix of length {k}"),
-        "s[-{k}:]", ("s[:{k}]", "s[:-{k}]", "s[{k}:]"), _strings, "len({f}('ab' * 40))",
+        "s[-{k}:]", ("s[:{k}]", "s[:-{k}]", "s[{k}:]", "s[-{k}]"), _strings, "len({f}('ab' * 40))",
     ),
     Family(
         "repeat", "s", ("repeats a string {k} times", "joins {k} copies of a string"),
-        "s * {k}", ("s + '{k}'", "s[:{k}]", "[s] * {k}"), _words, "len({f}('ab'))",
+        "s * {k}", ("s + '{k}'", "s[:{k}]", "[s] * {k}", "s[-{k}:]"), _words, "len({f}('ab'))",
     ),
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ TOOL_LINE = f"Tools: {RUN_TOOL}(code), {SUBMIT_TOOL}(code)."
 class DemonstrationConfig:
     """Shares are probabilities per demonstration."""
 
-    right: float = 0.4
+    right: float = 0.43
     tries_first: float = 0.15  # runs the function before submitting it
     max_turns: int = MAX_TURNS
 
