@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import jsonschema
@@ -20,14 +22,25 @@ def compile_schema(name: str, schema: Mapping[str, Any]) -> Validator:
     """
     if schema.get("type") != "object":
         raise BadRequest(f"tool {name}: parameters must be a JSON schema of type object", field="parameters")
+    try:
+        text = json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"tool {name}: parameters are not JSON: {error}", field="parameters") from error
+    return _compile(name, text)
+
+
+@lru_cache(maxsize=256)
+def _compile(name: str, text: str) -> Validator:
+    """Every env of a batch has the same tools: checking a schema costs milliseconds, once is enough."""
+    schema: dict[str, Any] = json.loads(text)
     if any(not reference.startswith("#") for reference in _references(schema)):
         raise BadRequest(f"tool {name}: a $ref out of its own schema is not allowed", field="parameters")
     kind = jsonschema.Draft202012Validator
     try:
-        kind.check_schema(dict(schema))
+        kind.check_schema(schema)
     except SchemaError as error:
         raise BadRequest(f"tool {name}: not a JSON schema: {error.message}", field="parameters") from error
-    return kind(dict(schema))
+    return kind(schema)
 
 
 def explain_mismatch(validator: Validator, arguments: Mapping[str, Any]) -> str | None:
