@@ -55,8 +55,11 @@ void child_reset(void)
 {
 	sigset_t none;
 
-	for (int i = 1; i < NSIG; i++)
-		signal(i, SIG_DFL);
+	/* By the bare call: the C library refuses its internal signals, which a posix_spawn above may have
+	 * left ignored. All zero is SIG_DFL, no flags, no mask. */
+	static const unsigned long defaults[4];
+	for (int i = 1; i <= 64; i++)
+		syscall(SYS_rt_sigaction, i, defaults, NULL, (size_t)8);
 	sigemptyset(&none);
 	sigprocmask(SIG_SETMASK, &none, NULL);
 	raise_oom_score();

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import platform
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -66,6 +69,17 @@ class RunningAgent:
         return int(fields[11]) + int(fields[12])
 
 
+_LIBC = ctypes.CDLL(None)
+_IGNORE = (ctypes.c_ulong * 4)(1, 0, 0, 0)  # the kernel's struct sigaction with SIG_IGN
+_RT_SIGACTION = {"x86_64": 13, "aarch64": 134}[platform.machine()]
+
+
+def ignore_signals() -> None:
+    """What a careless parent may hand down: one of ours, and one of the C library's own, which it will not reset."""
+    for number in (signal.SIGUSR1, 32):
+        _LIBC.syscall(_RT_SIGACTION, number, _IGNORE, None, 8)
+
+
 def start_agent(binary: Path, folder: Path) -> RunningAgent:
     path, log = folder / "a.sock", folder / "agent.log"
     listener = socket.socket(socket.AF_UNIX)
@@ -77,7 +91,11 @@ def start_agent(binary: Path, folder: Path) -> RunningAgent:
     }
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [binary, "--listen-fd", str(listener.fileno())], pass_fds=[listener.fileno()], stderr=out, env=environ
+            [binary, "--listen-fd", str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            stderr=out,
+            env=environ,
+            preexec_fn=ignore_signals,
         )
     listener.close()
     return RunningAgent(process, path, log)
