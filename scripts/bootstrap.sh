@@ -25,8 +25,14 @@ command -v "$python" >/dev/null || apt_install python3 python3-venv
   fail "$python is $("$python" -V 2>&1); Sandyard needs Python 3.11 or newer: set PYTHON=/path/to/python3.11"
 "$python" -c 'import ensurepip, venv' 2>/dev/null || apt_install python3-venv
 command -v git >/dev/null || apt_install git
-# The package itself compiles with PyPI's ziglang where there is no compiler; the agent's tests need its sanitizers.
-if [[ ,$extras, == *,dev,* ]] && ! command -v cc >/dev/null; then apt_install gcc libc6-dev; fi
+if [[ ,$extras, == *,dev,* ]]; then
+  # Of the tests: a compiler with sanitizers for the agent (the package itself makes do with PyPI's ziglang where
+  # there is none), and both engines.
+  missing=()
+  command -v cc >/dev/null || missing+=(gcc libc6-dev)
+  command -v runc >/dev/null || [ -x /usr/sbin/runc ] || missing+=(runc)
+  [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
+fi
 
 if ! [ -x .venv/bin/python ] || ! .venv/bin/python -c 'import pip' 2>/dev/null; then
   say "making .venv with $("$python" -V)"
