@@ -20,7 +20,7 @@ class RecipeConfig:
     tasks: str = ""  # file in the MBPP format; without one the built-in set
     batch_size: int = 32
     num_generations: int = 4
-    max_steps: int = 18
+    max_steps: int = 22
     num_epochs: int = 2
     minibatch: int = 64
     learning_rate: float = 0.0
