@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from sandyard.connection import Connection
 from sandyard.server.embedded import EmbeddedServer
-from tests.envs.helpers import node_settings
+from tests.yard import node_home, node_settings
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[EmbeddedServer]:
-    home = Path(tempfile.mkdtemp(prefix="sy-", dir="/tmp"))
-    with EmbeddedServer(node_settings(home)) as server:
+    with node_home() as home, EmbeddedServer(node_settings(home)) as server:
         yield server
-    shutil.rmtree(home)
 
 
 @pytest.fixture

@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
 from sandyard.envs.toolenv import ToolEnv
-
-
-def node_settings(home: Path, **sandbox: object) -> Settings:
-    """Short paths: Unix sockets must fit. Templates are the host's own."""
-    (home / "state").mkdir()
-    (home / "state" / "templates").symlink_to(Settings().paths.state / "templates")
-    return Settings(
-        paths=PathSettings(state=home / "state", run=home / "run"),
-        pool=PoolSettings.model_validate({"low": 1, "high": 4}),
-        sandbox=SandboxSettings.model_validate(sandbox),
-    )
 
 
 async def hold_to_its_word(env: ToolEnv, prompt: str) -> None:

@@ -38,7 +38,8 @@ from sandyard.verify.base import TestOutcome
 from sandyard.verify.code import CodeVerifier, SandboxLauncher
 from sandyard.verify.evaluate import evaluate_solutions
 from sandyard.verify.program import RunnerLimits
-from tests.envs.helpers import hold_to_its_word, node_settings
+from tests.envs.helpers import hold_to_its_word
+from tests.yard import node_settings
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 

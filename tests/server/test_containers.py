@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 from e2b import CommandExitException, RateLimitException, Sandbox, SandboxException
 
-from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
+from sandyard.config import SandboxSettings, Settings
 from sandyard.images.base import build_base
 from sandyard.runtimes.container import ContainerRuntime
 from sandyard.server.embedded import EmbeddedServer
+from tests.yard import leftovers, node_home, node_settings
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
 def settings() -> Iterator[Settings]:
-    """A node of its own with the host's base template. Short paths: Unix sockets must fit."""
-    home = Path(tempfile.mkdtemp(prefix="sy-", dir="/tmp"))
-    (home / "state").mkdir()
-    (home / "state" / "templates").symlink_to(Settings().paths.state / "templates")
-    yield Settings(
-        paths=PathSettings(state=home / "state", run=home / "run"), pool=PoolSettings.model_validate({"low": 1})
-    )
-    shutil.rmtree(home)
+    """A node of its own with the host's base template."""
+    with node_home() as home:
+        yield node_settings(home, high=64)
 
 
 @pytest.fixture(autouse=True)
@@ -51,22 +44,7 @@ async def nothing_is_left(settings: Settings) -> AsyncIterator[None]:
     runtime = ContainerRuntime(settings)
     sandboxes = await runtime.list()
     await runtime.close()
-    assert [*sandboxes, *leftovers(str(settings.paths.run.parent))] == []
-
-
-def leftovers(home: str) -> list[str]:
-    found = [f"mount {line.split()[1]}" for line in Path("/proc/mounts").read_text().splitlines() if home in line]
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and process.name != str(os.getpid()):
-            try:
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue  # it ended meanwhile
-            if home in command:
-                found.append(f"process {process.name} {command}")
-    listing = ["losetup", "--list", "--noheadings", "--output", "BACK-FILE"]
-    loops = subprocess.run(listing, capture_output=True, text=True, check=True)
-    return found + [f"loop device {line}" for line in loops.stdout.splitlines() if home in line]
+    assert [*sandboxes, *leftovers(settings.paths.run.parent)] == []
 
 
 def sdk(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
