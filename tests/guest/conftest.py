@@ -64,6 +64,11 @@ class RunningAgent:
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
+    def open_files(self) -> list[str]:
+        """What each descriptor names, for a failure that says what leaked."""
+        folder = Path(f"/proc/{self.process.pid}/fd")
+        return [f"{entry.name} -> {os.readlink(entry)}" for entry in folder.iterdir()]
+
     def cpu_ticks(self) -> int:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
@@ -139,7 +144,7 @@ async def collect(process: Process) -> dict[str, bytes]:
     return found
 
 
-async def eventually(condition: object, seconds: float = 5.0) -> None:
+async def eventually(condition: object, seconds: float = 20.0) -> None:
     """Wait until `condition()` is true."""
     assert callable(condition)
     end = time.monotonic() + seconds
