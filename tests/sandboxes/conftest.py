@@ -14,7 +14,7 @@ import pytest
 from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
 from sandyard.runtimes.base import Rootfs
 from sandyard.runtimes.memory import MemoryRuntime
-from sandyard.sandboxes import CreateRequest, FixedTemplates, SandboxManager, Templates, TemplateView
+from sandyard.sandboxes import CreateRequest, FixedTemplates, SandboxManager, TemplateView
 from sandyard.store import open_store
 
 OpenYard = Callable[..., AbstractAsyncContextManager[SandboxManager]]
@@ -64,7 +64,7 @@ def open_yard(tmp_path: Path) -> OpenYard:
         )
         store = await open_store(settings)
         base = TemplateView("base", "base-1", Rootfs(layers=(), env={"IMAGE": "1"}), 0.0, 0)
-        manager = SandboxManager(settings, runtime, Templates(FixedTemplates([base])), store)
+        manager = SandboxManager(settings, runtime, FixedTemplates([base]), store)
         await manager.start()
         try:
             yield manager

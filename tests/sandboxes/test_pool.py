@@ -34,7 +34,7 @@ async def test_a_reservation_is_made_ahead_beyond_the_high_mark(
     open_yard: OpenYard, wanted: Wanted, until: Until
 ) -> None:
     async with open_yard(MemoryRuntime(), low=0, high=2) as yard:
-        yard.reserve(yard.templates.get("base"), 12)
+        yard.reserve(yard.catalog.get("base"), 12)
         await until(lambda: yard.pool.ready == 12)
         kinds: list[str] = []
         yard.on_create.append(lambda kind, _seconds: kinds.append(kind))

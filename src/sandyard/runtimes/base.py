@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sandyard.errors import DeathReason
+from sandyard.errors import DeathReason, Unsupported
 from sandyard.guest.base import Agent
 
 
@@ -29,13 +29,17 @@ class Capabilities:
 
     memory_snapshot: bool = False
     pause_keeps_memory: bool = False
+    file_snapshot: bool = False  # `Instance.commit`
+    halt: bool = False  # `Runtime.halt` and `Runtime.boot`: a pause that keeps files only
     network: bool = False
     hard_disk_limit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rootfs:
-    """Where a sandbox starts from: unpacked, read-only layers, the topmost first."""
+    """Where a sandbox starts from: read-only layers, the topmost first.
+
+    A layer is an unpacked directory, or a file that `Instance.commit` of the same runtime made."""
 
     layers: Sequence[Path]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -49,6 +53,7 @@ class SandboxSpec:
     rootfs: Rootfs
     resources: Resources = Resources()
     hostname: str = "sandbox"
+    network: Path | None = None  # a network namespace to join; None: a network of its own with nothing in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,25 @@ class Instance(ABC):
     @abstractmethod
     async def usage(self) -> Usage: ...
 
+    async def pause(self) -> None:
+        """Stop every process where it stands; memory and pids stay. Idempotent. Until `resume` the
+        agent does not answer. Raises `Unsupported` before anything happens, or `SandboxError` with
+        the sandbox running."""
+        raise Unsupported(f"{type(self).__name__} cannot pause a sandbox")
+
+    async def resume(self) -> None:
+        """Let the processes go on. Idempotent."""
+        raise Unsupported(f"{type(self).__name__} cannot resume a sandbox")
+
+    async def commit(self, target: Path) -> int:
+        """Write what was changed above `spec.rootfs` to `target`, a new name: an immutable layer for
+        other sandboxes' `Rootfs.layers`. Files only, no memory. Returns its bytes on the host's disk.
+
+        All files are from one instant; a running sandbox stands still for that long and then goes
+        on, a paused one stays paused. Atomic: on failure nothing is left at `target`. Raises
+        `Unsupported`, or `SandboxError` (the host's disk is full, …)."""
+        raise Unsupported(f"{type(self).__name__} cannot commit a sandbox's files")
+
 
 class Runtime(ABC):
     name: str
@@ -119,6 +143,21 @@ class Runtime(ABC):
     @abstractmethod
     async def adopt(self, sandbox_id: str) -> Instance | None:
         """Take over a sandbox made by an earlier process of ours; None if it does not live."""
+
+    async def halt(self, sandbox_id: str) -> None:
+        """End a sandbox's processes and keep its disk, for `boot`. Idempotent; a failure on the way
+        is repaired by repeating it. Raises `Unsupported` before anything happens."""
+        raise Unsupported(f"{type(self).__name__} cannot halt a sandbox")
+
+    async def halted(self) -> Sequence[str]:
+        """Ids of halted sandboxes, also those of an earlier process or boot of the host."""
+        return []
+
+    async def boot(self, spec: SandboxSpec) -> Instance:
+        """Start a halted sandbox on the disk it left, with a new boot id. `spec` is as for `create`.
+
+        Raises `CreateFailed`, and the sandbox is halted as before."""
+        raise Unsupported(f"{type(self).__name__} cannot boot a halted sandbox")
 
     @abstractmethod
     async def destroy(self, sandbox_id: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from sandyard.sandboxes.catalog import Build, Catalog, Template
 from sandyard.sandboxes.leases import Lease
 from sandyard.sandboxes.manager import SandboxManager
 from sandyard.sandboxes.model import CreateRequest, Defaults, Sandbox, State
-from sandyard.sandboxes.templates import FixedTemplates, Templates, TemplateSource, TemplateView
+from sandyard.sandboxes.templates import FixedTemplates, TemplateSource, TemplateView
 
 __all__ = [
+    "Build",
+    "Catalog",
     "CreateRequest",
     "Defaults",
     "FixedTemplates",
@@ -15,7 +18,7 @@ __all__ = [
     "Sandbox",
     "SandboxManager",
     "State",
+    "Template",
     "TemplateSource",
     "TemplateView",
-    "Templates",
 ]

@@ -14,13 +14,14 @@ from sandyard.config import Settings
 from sandyard.errors import BadRequest, DeathReason, HostError, NotFound, SandboxDied, SandboxError, SandyardError
 from sandyard.runtimes.base import Instance, Resources, Runtime, SandboxSpec
 from sandyard.sandboxes.admission import Admission
+from sandyard.sandboxes.catalog import Catalog
 from sandyard.sandboxes.graveyard import Graveyard
 from sandyard.sandboxes.leases import Lease, Leases
 from sandyard.sandboxes.model import CreateRequest, Defaults, Sandbox, State, new_id
 from sandyard.sandboxes.pool import Shelf, WarmPool
 from sandyard.sandboxes.recovery import recover
 from sandyard.sandboxes.stragglers import Stragglers
-from sandyard.sandboxes.templates import Templates, TemplateView
+from sandyard.sandboxes.templates import TemplateSource, TemplateView
 from sandyard.sandboxes.timers import Timers
 from sandyard.store import DeathRecord, Store
 
@@ -43,11 +44,11 @@ async def _answers(sandbox: Sandbox) -> bool:
 class SandboxManager:
     """Owns every sandbox of one server. Used from one event loop, between `start` and `stop`."""
 
-    def __init__(self, settings: Settings, runtime: Runtime, templates: Templates, store: Store) -> None:
+    def __init__(self, settings: Settings, runtime: Runtime, source: TemplateSource, store: Store) -> None:
         self.settings = settings
         self.runtime = runtime
-        self.templates = templates
         self.store = store
+        self.catalog = Catalog(source, store.catalog, settings.paths.state.absolute() / "layers")
         self.admission = Admission(settings)
         self.timers = Timers()
         self.graveyard = Graveyard(store)
@@ -72,14 +73,15 @@ class SandboxManager:
         """Adopt what still lives, destroy everything else, then begin to warm the pool."""
         await self.graveyard.load(time.time())
         await self.leases.load()
+        await self.catalog.load()
         for sandbox in await recover(self):
             self.admission.hold(sandbox.resources)
             self._keep(sandbox)
         self._stragglers.start()
         self.pool.start()
-        base = next((t for t in self.templates.all() if t.name == "base"), None)
-        if base is not None:
-            self.pool.warm_up(self.pool.shelf(base.template_id, base.rootfs, self.resources()))
+        with contextlib.suppress(NotFound):  # not set up yet
+            base = self.catalog.get("base")
+            self.pool.warm_up(self.pool.shelf(base.build_id, base.rootfs, self.resources()))
 
     async def stop(self, *, keep: bool = False) -> None:
         """Stop the pool and every timer; destroy the sandboxes unless they are to be kept."""
@@ -103,11 +105,11 @@ class SandboxManager:
         Raises `NotFound` (template), `BadRequest` (timeout, lease), `CapacityError`, `CreateFailed`, `HostError`."""
         started = time.monotonic()
         self._check_timeout(request.timeout)
-        template = self.templates.get(request.template)
+        template = self.catalog.get(request.template, request.tenant)
         if request.lease_id is not None:
             self._check_lease(request)
         resources = self.resources()
-        shelf = self.pool.shelf(template.template_id, template.rootfs, resources)
+        shelf = self.pool.shelf(template.build_id, template.rootfs, resources)
         instance = self.pool.take(shelf)
         kind = "cold" if instance is None else "warm"
         if instance is None:
@@ -199,7 +201,7 @@ class SandboxManager:
 
     def reserve(self, template: TemplateView, count: int) -> None:
         """Make up to `count` sandboxes ahead for a burst of creates that is coming."""
-        self.pool.reserve(self.pool.shelf(template.template_id, template.rootfs, self.resources()), count)
+        self.pool.reserve(self.pool.shelf(template.build_id, template.rootfs, self.resources()), count)
 
     def capacity(self) -> dict[str, Any]:
         """How many sandboxes of the default size fit, and what is in the way where none does."""

@@ -47,6 +47,7 @@ class CreateRequest:
     secured: bool = True
     lease_id: str | None = None
     idle_timeout: float | None = None
+    network: Mapping[str, Any] = field(default_factory=dict)  # as the API has it, checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Sandbox:
     secured: bool = True
     lease_id: str | None = None
     idle_timeout: float | None = None
+    network: Mapping[str, Any] = field(default_factory=dict)  # as the API has it, checked
     state: State = State.RUNNING
     last_used: float = field(default_factory=time.monotonic)
     streams: int = 0  # requests in flight: a sandbox that serves one is not idle

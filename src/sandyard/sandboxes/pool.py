@@ -34,7 +34,7 @@ RESERVATION_LASTS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ShelfKey:
-    template_id: str
+    build_id: str
     resources: Resources
 
 
@@ -110,8 +110,8 @@ class WarmPool:
         while await self.evict():
             pass
 
-    def shelf(self, template_id: str, rootfs: Rootfs, resources: Resources) -> Shelf:
-        key = ShelfKey(template_id, resources)
+    def shelf(self, build_id: str, rootfs: Rootfs, resources: Resources) -> Shelf:
+        key = ShelfKey(build_id, resources)
         found = self._shelves.get(key)
         if found is None:
             found = self._shelves[key] = Shelf(key, rootfs)
@@ -214,7 +214,7 @@ class WarmPool:
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, the pool backs off and goes on
             shelf.failures += 1
             shelf.retry_at = time.monotonic() + min(2.0**shelf.failures, 60.0)
-            log.warning("warm sandbox could not be made", template=shelf.key.template_id, error=str(error))
+            log.warning("warm sandbox could not be made", build=shelf.key.build_id, error=str(error))
         finally:
             if instance is None:
                 self._admission.release(shelf.key.resources)

@@ -1,30 +1,35 @@
-"""Finding a template by what a caller typed."""
+"""What a sandbox can be started from, as the lifecycle sees it."""
 
 from __future__ import annotations
 
-import difflib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sandyard.errors import NotFound
-from sandyard.runtimes.base import Rootfs
+from sandyard.runtimes.base import Resources, Rootfs
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateView:
-    """What the server needs of a template. `created_at` in seconds since the epoch."""
+    """One usable build of a template. `created_at` in seconds since the epoch.
+
+    `name` is what people call it, its id where it has no name. `build_id` is a UUID. `resources` None:
+    the node's default. The start command runs in every sandbox made from it; a sandbox is ready when
+    the ready command succeeds."""
 
     name: str
     template_id: str
     rootfs: Rootfs
     created_at: float
     size_bytes: int
+    build_id: str = ""
+    start_cmd: str | None = None
+    ready_cmd: str | None = None
+    resources: Resources | None = None
 
 
 class TemplateSource(Protocol):
-    """Where templates come from; the image store is one."""
+    """Templates that belong to the node and to nobody; the image store is one."""
 
     def views(self) -> Sequence[TemplateView]: ...
 
@@ -37,42 +42,3 @@ class FixedTemplates:
 
     def views(self) -> Sequence[TemplateView]:
         return self._templates
-
-
-class Templates:
-    """Looks templates up by name, `name:default` or id, reading the source at most once a second."""
-
-    def __init__(self, source: TemplateSource) -> None:
-        self._source = source
-        self._known: Sequence[TemplateView] = ()
-        self._read_at = -1e9
-
-    def all(self) -> Sequence[TemplateView]:
-        if time.monotonic() - self._read_at > 1.0:
-            self._read()
-        return self._known
-
-    def get(self, name: str) -> TemplateView:
-        """Raises `NotFound` naming what was asked for and near names."""
-        found = self._find(name)
-        if found is None:
-            self._read()  # it may have been made within the last second
-            found = self._find(name)
-        if found is None:
-            raise NotFound(f"template '{name}' not found", remedy=self._hint(name))
-        return found
-
-    def _read(self) -> None:
-        self._known = self._source.views()
-        self._read_at = time.monotonic()
-
-    def _find(self, name: str) -> TemplateView | None:
-        wanted = name.removesuffix(":default")
-        return next((t for t in self.all() if wanted in (t.name, t.template_id)), None)
-
-    def _hint(self, name: str) -> str:
-        names = sorted(t.name for t in self._known)
-        if not names:
-            return "there is none yet: run 'sandyard setup'"
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
-        return f"did you mean {', '.join(near)}?" if near else f"there are: {', '.join(names[:8])}"

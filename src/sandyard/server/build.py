@@ -10,7 +10,7 @@ from sandyard.config import Settings
 from sandyard.images.templates import TemplateStore
 from sandyard.runtimes import open_runtime
 from sandyard.runtimes.base import Rootfs, Runtime
-from sandyard.sandboxes import FixedTemplates, SandboxManager, Templates, TemplateSource, TemplateView
+from sandyard.sandboxes import FixedTemplates, SandboxManager, TemplateSource, TemplateView
 from sandyard.server.app import Application
 from sandyard.server.auth import Keys
 from sandyard.server.tokens import SEED_FILE, SandboxTokens, new_api_key, read_or_make, secrets_dir
@@ -44,7 +44,7 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
         keys = Keys(store)
         await keys.open(settings)
         seed = read_or_make(secrets_dir(settings.paths.state) / SEED_FILE, new_api_key())
-        manager = SandboxManager(settings, own, Templates(template_source(settings)), store)
+        manager = SandboxManager(settings, own, template_source(settings), store)
         app = Application(manager, keys, SandboxTokens(seed))
         try:
             await manager.start()

@@ -8,10 +8,19 @@ from pathlib import Path
 from sandyard.config import Settings
 from sandyard.errors import HostError
 from sandyard.store.database import Database, sqlite_url
-from sandyard.store.records import DeathRecord, LeaseRecord, SandboxRecord
+from sandyard.store.records import BuildRecord, DeathRecord, LeaseRecord, SandboxRecord, TagRecord, TemplateRecord
 from sandyard.store.store import Store
 
-__all__ = ["DeathRecord", "LeaseRecord", "SandboxRecord", "Store", "open_store"]
+__all__ = [
+    "BuildRecord",
+    "DeathRecord",
+    "LeaseRecord",
+    "SandboxRecord",
+    "Store",
+    "TagRecord",
+    "TemplateRecord",
+    "open_store",
+]
 
 
 def _make_private(path: Path) -> None:

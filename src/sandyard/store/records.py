@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,3 +50,44 @@ class LeaseRecord:
     ttl: float
     created_at: float
     labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRecord:
+    """Something to start from, with its history. `kind` is template or snapshot; `source` the sandbox
+    of a snapshot. Names are unique within a tenant."""
+
+    id: str
+    tenant: str
+    kind: str
+    names: Sequence[str]
+    public: bool
+    source: str | None
+    created_at: float
+    updated_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRecord:
+    """One state of a template. `status`: waiting, building, ready, error.
+
+    `layers` are paths, the topmost first; `config` holds env, workdir, user, start and ready command,
+    resources; `reason` {message, step?} of an error. `size_bytes` of what this build added."""
+
+    id: str
+    template_id: str
+    status: str
+    layers: Sequence[str]
+    config: Mapping[str, Any]
+    reason: Mapping[str, Any] | None
+    size_bytes: int
+    created_at: float
+    finished_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TagRecord:
+    template_id: str
+    tag: str
+    build_id: str
+    created_at: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-HEAD = "0001"  # the newest migration; a database at this revision starts without loading alembic
+HEAD = "0002"  # the newest migration; a database at this revision starts without loading alembic
 
 metadata = sa.MetaData()
 
@@ -49,5 +49,41 @@ api_keys = sa.Table(
     sa.Column("key_hash", sa.String(64), primary_key=True),
     sa.Column("tenant", sa.String(64), nullable=False),
     sa.Column("name", sa.String(255), nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+)
+
+templates = sa.Table(
+    "templates",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("tenant", sa.String(64), nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("names", sa.JSON, nullable=False),
+    sa.Column("public", sa.Boolean, nullable=False),
+    sa.Column("source", sa.String(64), nullable=True),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("updated_at", sa.Double, nullable=False),
+)
+
+builds = sa.Table(
+    "builds",
+    metadata,
+    sa.Column("id", sa.String(64), primary_key=True),
+    sa.Column("template_id", sa.String(64), nullable=False, index=True),
+    sa.Column("status", sa.String(16), nullable=False),
+    sa.Column("layers", sa.JSON, nullable=False),
+    sa.Column("config", sa.JSON, nullable=False),
+    sa.Column("reason", sa.JSON, nullable=True),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("finished_at", sa.Double, nullable=True),
+)
+
+tags = sa.Table(
+    "tags",
+    metadata,
+    sa.Column("template_id", sa.String(64), primary_key=True),
+    sa.Column("tag", sa.String(255), primary_key=True),
+    sa.Column("build_id", sa.String(64), nullable=False),
     sa.Column("created_at", sa.Double, nullable=False),
 )

@@ -10,6 +10,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from sandyard.errors import DeathReason
+from sandyard.store.catalog import CatalogTables
 from sandyard.store.database import Database
 from sandyard.store.records import DeathRecord, LeaseRecord, SandboxRecord
 from sandyard.store.schema import api_keys, leases, sandboxes
@@ -22,6 +23,7 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.catalog = CatalogTables(database)
 
     async def open(self) -> None:
         await self._database.migrate()

@@ -17,7 +17,7 @@ router = APIRouter(tags=["sandyard"])
 async def create(body: NewLease, here: Here, tenant: Tenant) -> LeaseView:
     """Make a dead-man lease. Sandboxes created with metadata `sandyard.lease` = its id are killed with
     reason `lease` when it is not renewed within `ttl` seconds. `warm` announces bursts of creates."""
-    templates = [(here.manager.templates.get(wanted.templateID), wanted.count) for wanted in body.warm]
+    templates = [(here.manager.catalog.get(wanted.templateID, tenant), wanted.count) for wanted in body.warm]
     lease = await here.manager.leases.create(tenant, body.ttl, body.labels)
     for template, count in templates:
         here.manager.reserve(template, count)

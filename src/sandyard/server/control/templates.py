@@ -12,11 +12,11 @@ router = APIRouter(tags=["templates"])
 
 @router.get("/templates")
 @router.get("/v2/templates")
-async def list_templates(here: Here, _tenant: Tenant) -> list[TemplateInfo]:
+async def list_templates(here: Here, tenant: Tenant) -> list[TemplateInfo]:
     resources = here.manager.resources()
-    return [TemplateInfo.of(template, resources) for template in here.manager.templates.all()]
+    return [TemplateInfo.of(here.manager.catalog.get(t.id), resources) for t in here.manager.catalog.all(tenant)]
 
 
 @router.get("/templates/aliases/{alias}")
-async def alias(alias: str, here: Here, _tenant: Tenant) -> TemplateAlias:
-    return TemplateAlias(templateID=here.manager.templates.get(alias).template_id)
+async def alias(alias: str, here: Here, tenant: Tenant) -> TemplateAlias:
+    return TemplateAlias(templateID=here.manager.catalog.get(alias, tenant).template_id)

@@ -1,0 +1,393 @@
+"""Every template, snapshot and build this node knows, and the layers they are made of.
+
+A template has builds; a tag names one of them, `default` unless another is asked for. A snapshot is
+a template whose only build is the state of a sandbox. Templates of the node itself (`base`) come from
+a `TemplateSource`: everyone's to use, nobody's to change.
+
+The catalog is read from memory and written through: what a method returned is in the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sandyard.errors import BadRequest, Conflict, NotFound
+from sandyard.runtimes.base import Resources, Rootfs
+from sandyard.sandboxes.model import new_id
+from sandyard.sandboxes.templates import TemplateSource, TemplateView
+from sandyard.store import BuildRecord, TagRecord, TemplateRecord
+from sandyard.store.catalog import CatalogTables
+
+DEFAULT_TAG = "default"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
+_TAG = re.compile(r"[a-z0-9_.-]{1,128}")
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_NAMESPACE = uuid.UUID("6f1cf4e4-6d1c-4e3e-9b67-2f6a1a1c1f5a")  # for build ids of the node's own templates
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """`status`: waiting, building, ready, error. `config` holds start_cmd, ready_cmd and resources where the
+    build sets them."""
+
+    id: str
+    template_id: str
+    status: str
+    rootfs: Rootfs
+    config: Mapping[str, Any]
+    created_at: float
+    finished_at: float | None = None
+    reason: Mapping[str, Any] | None = None
+    size_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Template:
+    """`builds` and `tags` (tag to build id and the time it was set) by age, the oldest first."""
+
+    id: str
+    tenant: str | None  # None: the node's own
+    kind: str
+    names: list[str]
+    public: bool
+    created_at: float
+    updated_at: float
+    source: str | None = None
+    builds: dict[str, Build] = field(default_factory=dict)
+    tags: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.names[0] if self.names else self.id
+
+    def visible(self, tenant: str | None) -> bool:
+        """`tenant` None: whoever asks on the node's own behalf."""
+        return tenant is None or self.public or self.tenant in (None, tenant)
+
+    def build(self, tag: str) -> Build | None:
+        """By tag or by build id."""
+        build_id, _ = self.tags.get(tag, (tag, 0.0))
+        return self.builds.get(build_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """`[namespace/]name[:tag]` as typed; `tag` None where none was."""
+
+    name: str
+    tag: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Reference:
+        """Raises `BadRequest` for a tag no template can have."""
+        name, colon, tag = text.strip().partition(":")
+        if colon:
+            tag = check_tag(tag)
+        return cls(name.rpartition("/")[2].lower(), tag if colon else None)
+
+
+def check_tag(tag: str) -> str:
+    """The tag in lower case. Raises `BadRequest`. A build id passes, for lookups."""
+    tag = tag.strip().lower()
+    if not _TAG.fullmatch(tag):
+        raise BadRequest(f"tag '{tag}': use a-z, 0-9, '.', '_' and '-', up to 128", field="tag")
+    return tag
+
+
+def check_new_tag(tag: str) -> str:
+    """A tag that may be given: not one that looks like a build id. Raises `BadRequest`."""
+    tag = check_tag(tag)
+    if _UUID.fullmatch(tag):
+        raise BadRequest(f"tag '{tag}' is a UUID, as build ids are: take another", field="tag")
+    return tag
+
+
+def check_name(name: str) -> str:
+    """Raises `BadRequest`."""
+    name = name.strip().lower()
+    if not _NAME.fullmatch(name):
+        raise BadRequest(f"name '{name}': use a-z, 0-9, '.', '_' and '-', up to 128", field="name")
+    return name
+
+
+class Catalog:
+    """Used from one event loop, after `load`."""
+
+    def __init__(self, source: TemplateSource, tables: CatalogTables, layers: Path) -> None:
+        self._source = source
+        self._tables = tables
+        self._layers = layers
+        self._templates: dict[str, Template] = {}
+        self._node: Sequence[Template] = ()
+        self._node_views: dict[str, TemplateView] = {}
+        self._node_read_at = -1e9
+        self._reserved: set[Path] = set()
+
+    async def load(self) -> None:
+        """Read the database. Builds that an earlier server did not finish are errors now."""
+        templates, builds, tags = await self._tables.load()
+        self._templates = {
+            r.id: Template(r.id, r.tenant, r.kind, list(r.names), r.public, r.created_at, r.updated_at, r.source)
+            for r in templates
+        }
+        for record in sorted(builds, key=lambda b: b.created_at):
+            if (template := self._templates.get(record.template_id)) is not None:
+                template.builds[record.id] = _build(record)
+        for tag in sorted(tags, key=lambda t: t.created_at):
+            if (template := self._templates.get(tag.template_id)) is not None:
+                template.tags[tag.tag] = (tag.build_id, tag.created_at)
+        for template in self._templates.values():
+            for build in list(template.builds.values()):
+                if build.status in ("waiting", "building"):
+                    reason = {"message": "the server was stopped while this was being built"}
+                    await self.put_build(replace(build, status="error", reason=reason, finished_at=time.time()))
+
+    # --- reading ---
+
+    def all(self, tenant: str | None = None) -> Sequence[Template]:
+        """Templates and snapshots that `tenant` sees, the newest first; without a tenant, everyone's."""
+        self._read_node(1.0)
+        found = [t for t in (*self._node, *self._templates.values()) if t.visible(tenant)]
+        return sorted(found, key=lambda t: (t.created_at, t.id), reverse=True)
+
+    def find(self, text: str, tenant: str | None = None) -> Template:
+        """By name or id; a tag is ignored. Raises `NotFound` with near names."""
+        wanted = Reference.parse(text).name
+        self._read_node(1.0)
+        found = self._match(wanted, tenant)
+        if found is None:
+            self._read_node(0.0)  # it may have been made within the last second
+            found = self._match(wanted, tenant)
+        if found is None:
+            raise NotFound(f"template '{text}' not found", remedy=self._hint(wanted, tenant))
+        return found
+
+    def resolve(self, text: str, tenant: str | None = None) -> tuple[Template, Build]:
+        """The template and its ready build: by tag, by build id, else by `default`, else the newest.
+
+        Raises `NotFound`."""
+        reference = Reference.parse(text)
+        template = self.find(text, tenant)
+        build = template.build(reference.tag or DEFAULT_TAG)
+        if build is None and reference.tag is None and not template.tags:
+            build = next((b for b in reversed(template.builds.values()) if b.status == "ready"), None)
+        if build is None or build.status != "ready":
+            tag = reference.tag or DEFAULT_TAG
+            raise NotFound(
+                f"tag '{tag}' does not exist for template '{reference.name}'",
+                remedy=f"its tags: {', '.join(sorted(template.tags)) or 'none; no build of it is ready'}",
+            )
+        return template, build
+
+    def get(self, text: str, tenant: str | None = None) -> TemplateView:
+        """What to start a sandbox from. Raises `NotFound`."""
+        template, build = self.resolve(text, tenant)
+        return self.view(template, build)
+
+    def view(self, template: Template, build: Build) -> TemplateView:
+        if (node := self._node_views.get(build.id)) is not None:
+            return node
+        sizes = build.config.get("resources")
+        return TemplateView(
+            name=template.name,
+            template_id=template.id,
+            rootfs=build.rootfs,
+            created_at=template.created_at,
+            size_bytes=build.size_bytes,
+            build_id=build.id,
+            start_cmd=build.config.get("start_cmd"),
+            ready_cmd=build.config.get("ready_cmd"),
+            resources=Resources(**sizes) if sizes else None,
+        )
+
+    # --- writing ---
+
+    async def add_template(
+        self, tenant: str, kind: str, names: Sequence[str] = (), *, source: str | None = None, public: bool = False
+    ) -> Template:
+        """Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
+        names = [check_name(name) for name in names]
+        for name in names:
+            if (other := self._match(name, tenant)) is not None:
+                raise Conflict(f"name '{name}' already points to template {other.id}", remedy="delete that one first")
+        now = time.time()
+        template = Template(new_id(), tenant, kind, list(names), public, now, now, source)
+        self._templates[template.id] = template  # before the wait, so that the name is taken
+        try:
+            await self._put(template)
+        except BaseException:
+            self._templates.pop(template.id, None)
+            raise
+        return template
+
+    async def set_public(self, template: Template, public: bool) -> None:
+        template.public = public
+        template.updated_at = time.time()
+        await self._put(template)
+
+    async def put_build(self, build: Build) -> Build:
+        """Add a build, or replace the one of the same id."""
+        template = self._templates[build.template_id]
+        await self._tables.put_build(_build_record(build))
+        template.builds[build.id] = build
+        return build
+
+    async def set_tags(self, template: Template, build_id: str, tags: Sequence[str]) -> None:
+        """Point tags to a build, wherever they pointed before."""
+        now = time.time()
+        await self._tables.put_tags([TagRecord(template.id, tag, build_id, now) for tag in tags])
+        for tag in tags:
+            template.tags[tag] = (build_id, now)
+
+    async def drop_tags(self, template: Template, tags: Sequence[str]) -> None:
+        """Raises `NotFound` naming the first that does not exist; then none is dropped."""
+        for tag in tags:
+            if tag not in template.tags:
+                raise NotFound(f"tag '{tag}' does not exist for template '{template.name}'")
+        await self._tables.drop_tags(template.id, list(tags))
+        for tag in tags:
+            template.tags.pop(tag, None)
+
+    async def delete(self, template: Template) -> None:
+        """Forget a template with its builds and tags. Layers go with `collect`. Raises `BadRequest` for the node's."""
+        if template.id not in self._templates:
+            raise BadRequest(f"template '{template.name}' belongs to the node", remedy="remove it on the node itself")
+        await self._tables.drop_template(template.id)
+        self._templates.pop(template.id, None)
+
+    # --- layers ---
+
+    @contextlib.contextmanager
+    def new_layer(self) -> Iterator[Path]:
+        """A path for `Instance.commit`; `collect` leaves it alone until the context ends. By then a
+        build (or a sandbox) names it, or it is nobody's."""
+        self._layers.mkdir(mode=0o711, parents=True, exist_ok=True)
+        path = self._layers / new_id()
+        self._reserved.add(path)
+        try:
+            yield path
+        finally:
+            self._reserved.discard(path)
+
+    async def collect(self, in_use: Collection[Path] = ()) -> Sequence[Path]:
+        """Remove layers that no build names and that are not `in_use` (by sandboxes); their paths."""
+        if not self._layers.is_dir():
+            return []
+        named = {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
+        kept = named | set(in_use) | self._reserved
+        gone = [path for path in self._layers.iterdir() if path not in kept]
+        await asyncio.to_thread(_remove_all, gone)
+        return gone
+
+    # --- within ---
+
+    async def _put(self, template: Template) -> None:
+        await self._tables.put_template(
+            TemplateRecord(
+                id=template.id,
+                tenant=template.tenant or "",
+                kind=template.kind,
+                names=list(template.names),
+                public=template.public,
+                source=template.source,
+                created_at=template.created_at,
+                updated_at=template.updated_at,
+            )
+        )
+
+    def _match(self, wanted: str, tenant: str | None) -> Template | None:
+        """One's own comes before everyone's."""
+        mine = [t for t in self._templates.values() if t.tenant == tenant or tenant is None]
+        others = [t for t in self._templates.values() if t.public]
+        for template in (*mine, *self._node, *others):
+            if wanted == template.id or wanted in template.names:
+                return template
+        return None
+
+    def _read_node(self, older_than: float) -> None:
+        now = time.monotonic()
+        if now - self._node_read_at < older_than:
+            return
+        views = [
+            v if v.build_id else replace(v, build_id=str(uuid.uuid5(_NAMESPACE, v.template_id)))
+            for v in self._source.views()
+        ]
+        self._node_views = {view.build_id: view for view in views}
+        self._node = [_node_template(view) for view in views]
+        self._node_read_at = now
+
+    def _hint(self, wanted: str, tenant: str | None) -> str:
+        names = sorted({name for t in self.all(tenant) for name in t.names})
+        if not names:
+            return "there is none yet: run 'sandyard setup'"
+        near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
+        return f"did you mean {', '.join(near)}?" if near else f"there are: {', '.join(names[:8])}"
+
+
+def _node_template(view: TemplateView) -> Template:
+    template = Template(view.template_id, None, "template", [view.name], True, view.created_at, view.created_at)
+    template.builds[view.build_id] = Build(
+        view.build_id,
+        view.template_id,
+        "ready",
+        view.rootfs,
+        {},
+        view.created_at,
+        view.created_at,
+        None,
+        view.size_bytes,
+    )
+    template.tags[DEFAULT_TAG] = (view.build_id, view.created_at)
+    return template
+
+
+def _build(record: BuildRecord) -> Build:
+    config = dict(record.config)
+    rootfs = Rootfs(
+        [Path(layer) for layer in record.layers], config.get("env", {}), config.get("workdir"), config.get("user")
+    )
+    return Build(
+        id=record.id,
+        template_id=record.template_id,
+        status=record.status,
+        rootfs=rootfs,
+        config=config,
+        created_at=record.created_at,
+        finished_at=record.finished_at,
+        reason=record.reason,
+        size_bytes=record.size_bytes,
+    )
+
+
+def _build_record(build: Build) -> BuildRecord:
+    rootfs = build.rootfs
+    config = {**build.config, "env": dict(rootfs.env), "workdir": rootfs.workdir, "user": rootfs.user}
+    return BuildRecord(
+        id=build.id,
+        template_id=build.template_id,
+        status=build.status,
+        layers=[str(layer) for layer in rootfs.layers],
+        config=config,
+        reason=build.reason,
+        size_bytes=build.size_bytes,
+        created_at=build.created_at,
+        finished_at=build.finished_at,
+    )
+
+
+def _remove_all(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,49 @@
+"""Templates, their builds and tags; what a sandbox needs to be paused."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "templates",
+        sa.Column("id", sa.String(64), primary_key=True),
+        sa.Column("tenant", sa.String(64), nullable=False),
+        sa.Column("kind", sa.String(16), nullable=False),
+        sa.Column("names", sa.JSON, nullable=False),
+        sa.Column("public", sa.Boolean, nullable=False),
+        sa.Column("source", sa.String(64), nullable=True),
+        sa.Column("created_at", sa.Double, nullable=False),
+        sa.Column("updated_at", sa.Double, nullable=False),
+    )
+    op.create_table(
+        "builds",
+        sa.Column("id", sa.String(64), primary_key=True),
+        sa.Column("template_id", sa.String(64), nullable=False, index=True),
+        sa.Column("status", sa.String(16), nullable=False),
+        sa.Column("layers", sa.JSON, nullable=False),
+        sa.Column("config", sa.JSON, nullable=False),
+        sa.Column("reason", sa.JSON, nullable=True),
+        sa.Column("size_bytes", sa.BigInteger, nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
+        sa.Column("finished_at", sa.Double, nullable=True),
+    )
+    op.create_table(
+        "tags",
+        sa.Column("template_id", sa.String(64), primary_key=True),
+        sa.Column("tag", sa.String(255), primary_key=True),
+        sa.Column("build_id", sa.String(64), nullable=False),
+        sa.Column("created_at", sa.Double, nullable=False),
+    )
+
+
+def downgrade() -> None:
+    for table in ("tags", "builds", "templates"):
+        op.drop_table(table)
