@@ -17,6 +17,7 @@ from sandyard.sandboxes.admission import Admission
 from sandyard.sandboxes.catalog import Catalog
 from sandyard.sandboxes.graveyard import Graveyard
 from sandyard.sandboxes.leases import Lease, Leases
+from sandyard.sandboxes.log import DeadLogs, Level, SandboxLog
 from sandyard.sandboxes.model import CreateRequest, Defaults, Sandbox, State, new_id
 from sandyard.sandboxes.pool import Shelf, WarmPool
 from sandyard.sandboxes.recovery import recover
@@ -52,6 +53,7 @@ class SandboxManager:
         self.admission = Admission(settings)
         self.timers = Timers()
         self.graveyard = Graveyard(store)
+        self.dead_logs = DeadLogs()
         self.leases = Leases(store, self.timers, self._lease_expired)
         # Half of what the runtime starts at once: a caller always finds the other half free.
         ahead = max(runtime.starts_at_once // 2, 1)
@@ -77,6 +79,7 @@ class SandboxManager:
         for sandbox in await recover(self):
             self.admission.hold(sandbox.resources)
             self._keep(sandbox)
+            sandbox.log.append("taken over after a restart of the server")
         self._stragglers.start()
         self.pool.start()
         with contextlib.suppress(NotFound):  # not set up yet
@@ -123,6 +126,7 @@ class SandboxManager:
             await asyncio.shield(self._undo(sandbox))
             raise
         self._keep(sandbox)
+        sandbox.log.append(f"created from template {template.name}", build=template.build_id, start=kind)
         for listener in self.on_create:
             listener(kind, time.monotonic() - started)
         return sandbox
@@ -141,6 +145,13 @@ class SandboxManager:
         if sandbox is not None and sandbox.tenant == tenant:
             return self.find(sandbox_id)
         raise self.graveyard.get(sandbox_id, tenant) or NotFound(f"sandbox '{sandbox_id}' not found")
+
+    def log(self, tenant: str, sandbox_id: str) -> SandboxLog:
+        """What happened to a sandbox of this tenant, also one that died lately. Raises `NotFound`."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is not None and sandbox.tenant == tenant:
+            return sandbox.log
+        return self.dead_logs.get(tenant, sandbox_id)
 
     def all(self, tenant: str | None = None) -> Sequence[Sandbox]:
         """Running sandboxes, in no order; every tenant's where none is given."""
@@ -363,7 +374,13 @@ class SandboxManager:
             if watch is not None:
                 watch.cancel()
             self._sandboxes.pop(sandbox.id, None)
+            self._log_death(sandbox, death)
             await self._bury(DeathRecord(sandbox.id, sandbox.tenant, death.reason, death.detail, time.time()))
+
+    def _log_death(self, sandbox: Sandbox, death: SandboxDied) -> None:
+        wanted = death.reason in (DeathReason.KILLED, DeathReason.TIMEOUT)
+        sandbox.log.append(str(death), Level.INFO if wanted else Level.ERROR, reason=death.reason.value)
+        self.dead_logs.keep(sandbox.id, sandbox.tenant, sandbox.log)
 
     async def _bury(self, record: DeathRecord) -> None:
         try:

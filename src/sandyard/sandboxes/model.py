@@ -13,6 +13,7 @@ from typing import Any
 from sandyard.errors import SandboxDied
 from sandyard.guest.base import Agent
 from sandyard.runtimes.base import Instance, Resources, Rootfs
+from sandyard.sandboxes.log import SandboxLog
 from sandyard.store.records import SandboxRecord
 
 
@@ -86,6 +87,7 @@ class Sandbox:
     last_used: float = field(default_factory=time.monotonic)
     streams: int = 0  # requests in flight: a sandbox that serves one is not idle
     death: SandboxDied | None = None
+    log: SandboxLog = field(default_factory=SandboxLog)
 
     @property
     def agent(self) -> Agent:
