@@ -131,4 +131,6 @@ class DeadLogs:
 
 
 def _cut(text: str) -> str:
+    if not text.isascii():  # a command line may hold half of a surrogate pair, which no answer could
+        text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= LINE_BYTES else text[: LINE_BYTES - 1] + "…"

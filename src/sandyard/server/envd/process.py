@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import shlex
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 
 from sandyard.errors import GuestError, GuestErrorCode
-from sandyard.guest.base import ProcessSpec, PtySize
+from sandyard.guest.base import ExitStatus, Process, ProcessSpec, PtySize
+from sandyard.sandboxes.log import Level, SandboxLog
 from sandyard.server.envd.call import Aborted, Call, unknown_user
 from sandyard.server.envd.connect import Message, RpcError, flag, frame, number, record, text
 from sandyard.server.envd.sessions import DEADLINE, KEEPALIVE, Session, Subscriber
@@ -124,7 +126,20 @@ async def _spawn(call: Call, config: Message, message: Message) -> Session:
         raise _spawn_error(error, user, command) from error
     tag = text(message, "tag") or None
     session = call.guest.sessions.add(process, config, tag)
+    session.on_exit = _logged(call.sandbox.log, process, user)
     return session
+
+
+def _logged(log: SandboxLog, process: Process, user: str) -> Callable[[ExitStatus], None]:
+    """Log a start now; what is returned logs its end. Not the environment, which may hold secrets."""
+    pid = str(process.pid)
+    log.append(f"process started: {shlex.join(process.spec.argv)}", pid=pid, user=user)
+
+    def ended(status: ExitStatus) -> None:
+        how = f"signal {status.signal}" if status.signal is not None else f"exit code {status.code}"
+        log.append(f"process ended: {how}", Level.WARN if status.signal or status.code else Level.INFO, pid=pid)
+
+    return ended
 
 
 def _spawn_error(error: GuestError, user: str, command: str) -> RpcError:

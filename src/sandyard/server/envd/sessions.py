@@ -12,7 +12,7 @@ import asyncio
 import base64
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -126,6 +126,7 @@ class Session:
         self.config = config
         self.tag = tag
         self.ended: bytes | None = None  # the frames that end a stream, once it has
+        self.on_exit: Callable[[ExitStatus], None] = lambda _status: None
         self._subscribers: list[Subscriber] = []
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -188,6 +189,7 @@ class Session:
                 if self._subscribers:
                     await self._publish(data_frame(channel, data))
             status = await self.process.wait()
+            self.on_exit(status)
             end = exit_frame(status, await sessions.oom(status)) + end_frame()
         except SandyardError as error:
             # The link often breaks a moment before the death is known; `abort` then ends this task.
