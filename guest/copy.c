@@ -1,6 +1,8 @@
 /* Moving across file systems: copy beside the destination, rename over it, remove the source. */
 #include "walk.h"
 
+#include "meta.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -45,6 +47,8 @@ static int copy_file(int from, const char *name, int to, const char *to_name, co
 	out = openat(to, to_name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
 	rc = out < 0 ? errno : copy_data(in, out);
 	if (!rc)
+		rc = meta_copy(in, out);
+	if (!rc)
 		rc = copy_attributes(out, st);
 	close(in);
 	if (out >= 0 && close(out) < 0 && !rc)
@@ -84,7 +88,11 @@ static int copy_directory(int from, const char *name, int to, const char *to_nam
 		close(in);
 		return rc;
 	}
-	rc = copy_entries(in, out, depth); /* takes over `in` */
+	rc = meta_copy(in, out);
+	if (rc)
+		close(in);
+	else
+		rc = copy_entries(in, out, depth); /* takes over `in` */
 	if (!rc)
 		rc = copy_attributes(out, st);
 	close(out);

@@ -1,5 +1,6 @@
 #include "info.h"
 
+#include "meta.h"
 #include "proto.h"
 #include "users.h"
 
@@ -61,7 +62,7 @@ static void put_link(struct writer *w, int dirfd, const char *name)
 	bool resolves = fstatat(dirfd, name, &st, 0) == 0;
 
 	target[n < 0 ? 0 : n] = 0;
-	put_u8(w, resolves ? 2 : 1);
+	put_u8(w, resolves ? LINK_RESOLVES : LINK_DANGLING);
 	put_text(w, target);
 	if (resolves) {
 		put_u8(w, type_of(st.st_mode));
@@ -73,6 +74,7 @@ int info_put(struct writer *w, int dirfd, const char *name, const char *path)
 {
 	struct stat st;
 	const char *slash = strrchr(path, '/');
+	uint8_t *more;
 
 	if (fstatat(dirfd, name, &st, AT_SYMLINK_NOFOLLOW) < 0)
 		return errno;
@@ -88,9 +90,12 @@ int info_put(struct writer *w, int dirfd, const char *name, const char *path)
 	put_text(w, name_of(&users, st.st_uid, user_name));
 	put_text(w, name_of(&groups, st.st_gid, group_name));
 	put_u64(w, (uint64_t)st.st_mtim.tv_sec * 1000000000ULL + (uint64_t)st.st_mtim.tv_nsec);
+	more = w->p;
 	if (S_ISLNK(st.st_mode))
 		put_link(w, dirfd, name);
 	else
 		put_u8(w, 0);
+	if (type_of(st.st_mode) != T_OTHER && !w->full && meta_put(w, path))
+		*more |= HAS_META;
 	return w->full ? EOVERFLOW : 0;
 }

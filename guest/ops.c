@@ -97,7 +97,7 @@ static op_fn *const table[OP_COUNT] = {
     [OP_SIGNAL] = op_signal,   [OP_RESIZE] = op_resize, [OP_USER] = op_user,           [OP_STAT] = op_stat,
     [OP_LIST] = op_list,       [OP_MKDIR] = op_mkdir,   [OP_MOVE] = op_move,           [OP_REMOVE] = op_remove,
     [OP_READ] = op_read,       [OP_WRITE] = op_write,   [OP_CONNECT] = op_connect,     [OP_WATCH] = op_watch,
-    [OP_IDENTIFY] = op_identify,
+    [OP_IDENTIFY] = op_identify, [OP_STORE] = op_store,
 };
 
 void op_dispatch(uint8_t op, uint32_t id, struct reader *r)

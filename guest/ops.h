@@ -12,7 +12,7 @@ typedef void op_fn(uint32_t id, struct reader *r);
 
 op_fn op_spawn, op_processes, op_attach, op_signal, op_resize;       /* proc.c, spawn.c */
 op_fn op_stat, op_mkdir, op_move, op_list, op_remove;                /* files.c */
-op_fn op_read, op_write;                                             /* transfer.c */
+op_fn op_read, op_write, op_store;                                   /* transfer.c */
 op_fn op_connect;                                                    /* port.c */
 op_fn op_watch;                                                      /* watch.c */
 

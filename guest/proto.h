@@ -40,6 +40,7 @@ enum op {
 	OP_CONNECT,
 	OP_WATCH,
 	OP_IDENTIFY,
+	OP_STORE,
 	OP_COUNT
 };
 
@@ -63,6 +64,9 @@ enum code {
 enum { SPAWN_STDIN = 1, SPAWN_PTY = 2 };
 
 enum { T_FILE, T_DIRECTORY, T_SYMLINK, T_OTHER };
+
+/* How an info record goes on after the link byte, which these are added up in. */
+enum { LINK_DANGLING = 1, LINK_RESOLVES = 2, HAS_META = 4 };
 
 enum { EV_CREATE = 1, EV_WRITE, EV_REMOVE, EV_RENAME, EV_CHMOD, EV_OVERFLOW };
 

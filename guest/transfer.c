@@ -1,4 +1,5 @@
 /* Reading and writing files, a slice of at most 64 KiB at a time. */
+#include "meta.h"
 #include "ops.h"
 #include "path.h"
 #include "users.h"
@@ -200,8 +201,9 @@ static void on_write_credit(struct stream *s) { (void)s; }
 
 static const struct stream_ops write_ops = {.data = on_data, .eof = on_eof, .credit = on_write_credit, .close = on_close};
 
-/* Open for writing; a file that is new belongs to OWNER. -errno on failure. */
-static int open_target(const struct place *place, const struct owner *owner, mode_t mode)
+/* Open for writing; a file that is new belongs to OWNER. What was there loses its metadata to what META
+ * has. -errno on failure. */
+static int open_target(const struct place *place, const struct owner *owner, mode_t mode, struct reader meta)
 {
 	const int flags = O_WRONLY | O_TRUNC | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
 	bool made = true;
@@ -225,21 +227,28 @@ static int open_target(const struct place *place, const struct owner *owner, mod
 	/* A change of owner clears the set-id bits. */
 	if (!rc && made && mode & 06000 && fchmod(fd, mode) < 0)
 		rc = errno;
+	if (!rc && S_ISREG(st.st_mode) && (!made || meta.p < meta.end))
+		rc = meta_replace(fd, meta);
 	if (rc)
 		close(fd);
 	return rc ? -rc : fd;
 }
 
-void op_write(uint32_t id, struct reader *r)
+static void start_write(uint32_t id, struct reader *r, bool with_meta)
 {
 	const char *path = get_text(r), *name = get_text(r);
 	mode_t mode = (mode_t)get_u32(r) & 07777;
+	struct reader meta = {.p = r->end, .end = r->end};
 	struct user user;
 	struct owner owner;
 	struct place place;
 	struct transfer *t;
 	int fd, rc = r->bad ? EINVAL : path_check(path);
 
+	if (!rc && with_meta) {
+		meta = *r;
+		rc = meta_check(r);
+	}
 	if (!rc && user_find(name, &user) < 0) {
 		result_error(id, C_NO_USER, 0, "user");
 		return;
@@ -252,8 +261,12 @@ void op_write(uint32_t id, struct reader *r)
 		result_errno(id, rc, "open");
 		return;
 	}
-	fd = open_target(&place, &owner, mode);
+	fd = open_target(&place, &owner, mode, meta);
 	close(place.dir);
+	if (fd == -ENOTSUP) {
+		result_error(id, C_INVALID, ENOTSUP, "metadata");
+		return;
+	}
 	if (fd < 0) {
 		result_errno(id, -fd, "open");
 		return;
@@ -262,3 +275,7 @@ void op_write(uint32_t id, struct reader *r)
 	if (t)
 		result_ok(id, 0);
 }
+
+void op_write(uint32_t id, struct reader *r) { start_write(id, r, false); }
+
+void op_store(uint32_t id, struct reader *r) { start_write(id, r, true); }

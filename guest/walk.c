@@ -2,6 +2,7 @@
 #include "walk.h"
 
 #include "info.h"
+#include "meta.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -26,7 +27,7 @@ static struct {
 	struct sink *sink;
 	size_t left, len;
 	char path[PATH_MAX];
-	uint8_t record[2 * PATH_MAX + 4096];
+	uint8_t record[2 * PATH_MAX + 4096 + META_SHOWN_MAX];
 } ls;
 
 static int by_bytes(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }

@@ -92,6 +92,24 @@ async def test_files(either: Agent, root: str) -> None:
     assert await code_of(anext(either.read_file(root))) == GuestErrorCode.IS_DIRECTORY
 
 
+async def test_metadata(either: Agent, root: str) -> None:
+    await either.write_file(f"{root}/f", b"data", metadata={"a": "b", "c": ""})
+    assert (await either.stat(f"{root}/f")).metadata == {"a": "b", "c": ""}
+    await either.move(f"{root}/f", f"{root}/g")
+    assert [info.metadata for info in await either.list_dir(root)] == [{"a": "b", "c": ""}]
+    await either.write_file(f"{root}/g", b"data", metadata={"d": "e"})
+    assert (await either.stat(f"{root}/g")).metadata == {"d": "e"}
+    await either.write_file(f"{root}/g", b"data")
+    assert (await either.stat(f"{root}/g")).metadata == {}
+    for wrong, code in (
+        ({"": "x"}, GuestErrorCode.INVALID),
+        ({"k" * 247: "x"}, GuestErrorCode.TOO_BIG),
+        ({"k": "v" * 4087}, GuestErrorCode.TOO_BIG),
+    ):
+        assert await code_of(either.write_file(f"{root}/h", b"", metadata=wrong)) == code
+    assert await code_of(either.stat(f"{root}/h")) == GuestErrorCode.NOT_FOUND
+
+
 async def test_watches(either: Agent, root: str) -> None:
     watch = await either.watch(root)
     await either.write_file(f"{root}/f", b"x")

@@ -1,6 +1,7 @@
 # ruff: noqa: ASYNC220, ASYNC221, ASYNC240 - the test and the agent share one machine; nothing else waits
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -272,6 +273,16 @@ async def test_move(agent: LinkAgent, tmp_path: Path) -> None:
     assert await code_of(agent.move(f"{tmp_path}/a", f"{tmp_path}/a/b/c")) == GuestErrorCode.INVALID
 
 
+def keeps_attributes(folder: Path) -> bool:
+    try:
+        os.setxattr(folder, "user.test", b"x")
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        return False
+    return True
+
+
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a second file system")
 async def test_move_across_file_systems(agent: LinkAgent, tmp_path: Path) -> None:
     other = Path(f"/dev/shm/sandyard-test-{os.getpid()}")
@@ -282,6 +293,7 @@ async def test_move_across_file_systems(agent: LinkAgent, tmp_path: Path) -> Non
     (tree / "sub/f").write_bytes(b"x" * 100_000)
     (tree / "sub/f").chmod(0o4700)
     os.utime(tree / "sub/f", ns=(10**18, 10**18))
+    os.setxattr(tree / "sub/f", "user.e2b.author", b"mish")
     (tree / "link").symlink_to("/etc/passwd")
     os.mkfifo(tree / "fifo")
     try:
@@ -289,6 +301,8 @@ async def test_move_across_file_systems(agent: LinkAgent, tmp_path: Path) -> Non
         assert not tree.exists()
         moved = (other / "new/sub/f").stat()
         assert (moved.st_size, stat.S_IMODE(moved.st_mode), moved.st_mtime_ns) == (100_000, 0o4700, 10**18)
+        if keeps_attributes(other):
+            assert (await agent.stat(f"{other}/new/sub/f")).metadata == {"author": "mish"}
         assert os.readlink(other / "new/link") == "/etc/passwd"
         assert stat.S_ISFIFO((other / "new/fifo").stat().st_mode)
         (tmp_path / "full").mkdir()
@@ -341,3 +355,60 @@ async def test_long_work_stalls_nobody(agent: LinkAgent, running: RunningAgent, 
     await reading.aclose()  # type: ignore[attr-defined]
     await eventually(lambda: running.descriptors() < 40)
     assert (await agent.hello())["streams"] == "0"
+
+
+META = {"author": "mish", "purpose": "up load", "empty": ""}
+
+
+async def test_metadata_are_attributes_of_the_file(agent: LinkAgent, tmp_path: Path) -> None:
+    path = tmp_path / "a/f"
+    await agent.write_file(str(path), b"x", metadata=META)
+    assert {name: os.getxattr(path, name) for name in os.listxattr(path)} == {
+        f"user.e2b.{name}": value.encode() for name, value in META.items()
+    }
+    os.setxattr(path, "user.other", b"kept")
+    os.setxattr(path, "user.e2b.", b"no name")
+    os.setxattr(path, "user.e2b.raw", b"\xff\0\n")
+    (tmp_path / "link").symlink_to(path)
+    seen = META | {"raw": "\udcff\0\n"}
+    assert (await agent.stat(str(path))).metadata == seen
+    assert [info.metadata for info in await agent.list_dir(str(tmp_path), 2)] == [{}, seen, seen]
+    await agent.write_file(str(path), b"y", metadata={"author": "other"})
+    assert (await agent.stat(str(path))).metadata == {"author": "other"}
+    await agent.move(str(path), f"{tmp_path}/g")
+    assert (await agent.stat(f"{tmp_path}/g")).metadata == {"author": "other"}
+    await agent.write_file(f"{tmp_path}/g", b"z")
+    assert (await agent.stat(f"{tmp_path}/g")).metadata == {}
+    assert os.getxattr(tmp_path / "g", "user.other") == b"kept"
+
+
+async def test_metadata_too_large_leave_no_file(agent: LinkAgent, tmp_path: Path) -> None:
+    fits = {"k" * 246: "v" * (4096 - 255 - 200), "b": "v" * 190}
+    assert sum(9 + len(name) + len(value) for name, value in fits.items()) == 4096
+    for metadata, code in (
+        ({"k" * 247: ""}, GuestErrorCode.TOO_BIG),
+        (fits | {"": "x"}, GuestErrorCode.INVALID),
+        (fits | {"c": ""}, GuestErrorCode.TOO_BIG),
+    ):
+        assert await code_of(agent.write_file(f"{tmp_path}/f", b"x", metadata=metadata)) == code
+    assert not (tmp_path / "f").exists()
+
+
+async def test_where_no_metadata_can_be_kept(agent: LinkAgent, tmp_path: Path) -> None:
+    assert await agent.write_file("/proc/self/comm", b"renamed") == 7
+    assert await code_of(agent.write_file("/proc/self/comm", b"x", metadata={"a": "b"})) == GuestErrorCode.INVALID
+    assert (await agent.stat("/proc/self/comm")).metadata == {}
+
+
+async def test_an_entry_tells_a_bounded_amount(agent: LinkAgent, tmp_path: Path) -> None:
+    (tmp_path / "f").touch()
+    set_count = 0
+    try:
+        for i in range(40):
+            os.setxattr(tmp_path / "f", f"user.e2b.{i:02}", b"v" * 300)
+            set_count += 1
+    except OSError:
+        assert set_count > 5  # a file system's own limit
+    told = (await agent.stat(f"{tmp_path}/f")).metadata
+    assert 5 < len(told) <= set_count
+    assert set(told.values()) == {"v" * 300}

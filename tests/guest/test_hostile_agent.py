@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest import LinkAgent, ProcessSpec, open_agent
+from sandyard.guest.info import ENTRIES_MAX, LIST_BYTES, read_listing
 from sandyard.guest.link import Call, Link
-from sandyard.guest.wire import HEADER, MAGIC, Frame, Op, Reader, text, texts, u16, u32
+from sandyard.guest.wire import HEADER, MAGIC, Frame, Op, Reader, text, texts, u16, u32, u64
 from tests.guest.conftest import collect
 
 HELLO = MAGIC + u16(1) + u32(2) + b"id" + u32(1)
@@ -128,12 +129,60 @@ async def test_no_answer_at_all_has_a_deadline(lying: Serve, tmp_path: Path) -> 
         assert "within 0.4 s" in str(result)
 
 
-async def test_an_endless_listing_is_bounded(lying: Serve) -> None:
-    record = u32(1) + b"n" + u32(2) + b"/n" + b"\x09"
-    agent = await lying(frame(Frame.RESULT, 0, 1, u16(0)) + frame(Frame.DATA, 1, 1, record) + frame(Frame.EOF, 1, 1)
-                        + frame(Frame.RESULT, 0, 1, u16(0), 1))  # fmt: skip
-    with pytest.raises(AgentLinkError, match=r"too short|file type"):
+def info(name: bytes = b"n", more: int = 0, rest: bytes = b"") -> bytes:
+    """An info record of a file."""
+    begin = u32(len(name)) + name + u32(2) + b"/n" + b"\0" + u64(1) + u32(0o644) + u32(0) * 2
+    return begin + u32(0) * 2 + u64(0) + bytes((more,)) + rest
+
+
+def listing(data: bytes) -> bytes:
+    cut = [data[at : at + 60_000] for at in range(0, len(data), 60_000)]
+    frames = b"".join(frame(Frame.DATA, 1, 1, part) for part in cut)
+    end = frame(Frame.EOF, 1, 1) + frame(Frame.RESULT, 0, 1, u16(0), 1)
+    return frame(Frame.RESULT, 0, 1, u16(0)) + frames + end
+
+
+async def test_records_are_joined_where_frames_cut_them(lying: Serve) -> None:
+    pairs = [u32(1) + b"a", u32(2) + b"\xff\0"]
+    agent = await lying(listing((info() + info(b"m" * 255, 4, u32(2) + b"".join(pairs))) * 300))
+    entries = await agent.list_dir("/")
+    assert [(entry.name, dict(entry.metadata)) for entry in entries[:2]] == [
+        ("n", {}),
+        ("m" * 255, {"a": "\udcff\0"}),
+    ]
+    assert len(entries) == 600
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (info(more=3), "goes on with 3"),
+        (info(more=8), "goes on with 8"),
+        (info(more=4, rest=u32(3)), "metadata of 3 texts"),
+        (info(more=4, rest=u32(2**31)), "metadata of"),
+        (info()[:-1], "ended within a record"),
+        (u32(2**31) + bytes(200_000), "a record of more than 65536 bytes"),
+    ],
+)
+async def test_a_listing_that_lies(lying: Serve, data: bytes, says: str) -> None:
+    agent = await lying(listing(data))
+    with pytest.raises(AgentLinkError, match=says):
         await agent.list_dir("/")
+
+
+async def chunks(data: bytes, count: int) -> AsyncIterator[bytes]:
+    for _ in range(count):
+        yield data
+
+
+async def test_a_listing_holds_a_bounded_amount() -> None:
+    many = info() * 1000
+    entries = await read_listing(chunks(many, ENTRIES_MAX // 1000), "list")
+    assert len(entries) == ENTRIES_MAX
+    for data, count in ((many, ENTRIES_MAX // 1000 + 1), (info(b"n" * 4000) * 16, LIST_BYTES // 60_000)):
+        with pytest.raises(GuestError, match="more than 100000 entries or 32 MiB") as caught:
+            await read_listing(chunks(data, count), "list")
+        assert caught.value.code == GuestErrorCode.TOO_BIG
 
 
 @pytest.mark.parametrize(

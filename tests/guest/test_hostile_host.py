@@ -163,6 +163,7 @@ async def test_every_request_cut_short_is_an_error_or_harmless(running: RunningA
         Op.REMOVE: text("/none/at/all"),
         Op.READ: text("/dev/null") + u64(0) + u64(1),
         Op.WRITE: text("/dev/null") + text("") + u32(0),
+        Op.STORE: text("/dev/null") + text("") + u32(0) + texts(["a", "b"]),
         Op.CONNECT: u16(1),
         Op.WATCH: text("/") + u8(0),
         Op.IDENTIFY: text("") + u64(0) + u32(4) + b"seed",
@@ -185,7 +186,7 @@ async def test_every_request_cut_short_is_an_error_or_harmless(running: RunningA
 
 async def test_unknown_operations_are_errors(running: RunningAgent) -> None:
     host = RawHost(running)
-    for op in (0, 18, 255):
+    for op in (0, 19, 255):
         host.socket.sendall(frame(Frame.OPEN, op, 7))
         kind, _, flags, stream, payload = host.frame()
         assert (kind, flags, stream, payload[:2]) == (Frame.RESULT, 1, 7, u16(11))
@@ -228,6 +229,7 @@ async def test_valid_frames_in_random_order(running: RunningAgent, seed: int) ->
         (Op.LIST, text("/usr/bin") + u32(1)),
         (Op.READ, text("/bin/sh") + u64(0) + u64(2**64 - 1)),
         (Op.WRITE, text("/dev/null") + text("") + u32(0)),
+        (Op.STORE, text("/dev/null") + text("") + u32(0) + texts(["a", "b"])),
         (Op.WATCH, text("/tmp") + u8(0)),
         (Op.CONNECT, u16(9)),
         (Op.PROCESSES, b""),

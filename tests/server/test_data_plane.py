@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,13 +173,29 @@ def test_ranges_conditions_and_encodings_of_files(box: Box) -> None:
         (b"not gzip", {"Content-Encoding": "gzip"}, 400),
         (gzip.compress(b"x" * 1000)[:-9], {"Content-Encoding": "gzip"}, 400),
         (b"x", {"Content-Encoding": "br"}, 400),
-        (b"x", {"X-Metadata-Key": "v"}, 400),
+        (b"x", {"X-Metadata-" + "k" * 247: "v"}, 400),
+        (b"x", {"X-Metadata-Key": "v" * 4085}, 400),
+        (b"x", {b"X-Metadata-Key": "é".encode()}, 400),
         (b"no boundary at all", {"Content-Type": "multipart/form-data; boundary=B"}, 400),
     ],
 )
-def test_bad_uploads_are_refused(box: Box, content: bytes, headers: dict[str, str], status: int) -> None:
+def test_bad_uploads_are_refused(
+    box: Box, content: bytes, headers: Mapping[str, str] | Mapping[bytes, bytes], status: int
+) -> None:
     reply = box.http.post("/files", params={"path": "/tmp/bad"}, content=content, headers=headers)
     assert (reply.status_code, reply.json()["code"]) == (status, status)
+
+
+def test_metadata_of_an_upload_come_back(box: Box) -> None:
+    headers = [("X-Metadata-Author", "mish"), ("x-metadata-author", "second"), ("X-Metadata-", "no name")]
+    reply = box.http.post("/files", params={"path": "/tmp/m"}, content=b"x", headers=headers)
+    assert reply.json() == [{"path": "/tmp/m", "name": "m", "type": "file", "metadata": {"author": "mish"}}]
+    rpc = "/filesystem.Filesystem"
+    assert box.http.post(f"{rpc}/Stat", json={"path": "/tmp/m"}).json()["entry"]["metadata"] == {"author": "mish"}
+    listed = box.http.post(f"{rpc}/ListDir", json={"path": "/tmp"}).json()["entries"]
+    assert [entry["metadata"] for entry in listed] == [{"author": "mish"}]
+    box.http.post("/files", params={"path": "/tmp/m"}, content=b"y")
+    assert box.http.post(f"{rpc}/Stat", json={"path": "/tmp/m"}).json()["entry"]["metadata"] == {}
 
 
 def test_file_errors_are_those_of_e2b(box: Box) -> None:

@@ -105,7 +105,8 @@ class FileType(StrEnum):
 class FileInfo:
     """One entry. `path` is absolute; for a symlink, `type`, `size` and `mode` are the link's own,
     `symlink_target` is its text and `target_type`/`target_mode` those of what it resolves to (None
-    if dangling). `owner` and `group` are names where the sandbox knows them, else numbers."""
+    if dangling). `owner` and `group` are names where the sandbox knows them, else numbers.
+    `metadata` is what was attached to the file (for a symlink, to what it resolves to)."""
 
     name: str
     path: str
@@ -120,6 +121,7 @@ class FileInfo:
     symlink_target: str | None = None
     target_type: FileType | None = None
     target_mode: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,10 +242,19 @@ class Agent(ABC):
 
     @abstractmethod
     async def write_file(
-        self, path: str, data: AsyncIterator[bytes] | bytes, user: str | None = None, mode: int = 0o644
+        self,
+        path: str,
+        data: AsyncIterator[bytes] | bytes,
+        user: str | None = None,
+        mode: int = 0o644,
+        metadata: Mapping[str, str] | None = None,
     ) -> int:
         """Create or truncate, making parents; new files and directories belong to `user`. Returns
-        the bytes written. A small file is one write(2). Errors: IS_DIRECTORY, NO_SPACE."""
+        the bytes written. A small file is one write(2). Errors: IS_DIRECTORY, NO_SPACE.
+
+        `metadata` is attached to the file in place of what it had (extended attributes
+        `user.e2b.NAME`); it survives a move. Names have 1 to 246 bytes, all of it at most 4096 with
+        9 more for each name, else TOO_BIG; INVALID where the file system cannot keep it."""
 
     @abstractmethod
     async def connect_port(self, port: int) -> PortStream:

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest.base import (
     Agent,
     FileInfo,
-    FileType,
     PortStream,
     Process,
     ProcessSpec,
     UserInfo,
     Watch,
 )
+from sandyard.guest.info import read_info, read_listing
 from sandyard.guest.link import Link
 from sandyard.guest.process import LinkPort, LinkProcess, LinkWatch, decode_spec, encode_spec, open_process
 from sandyard.guest.stream import Stream
@@ -34,6 +34,7 @@ from sandyard.guest.wire import (
     Reader,
     blob,
     text,
+    texts,
     u8,
     u16,
     u32,
@@ -41,8 +42,6 @@ from sandyard.guest.wire import (
 )
 
 _TO_END = 2**64 - 1
-_LIST_BYTES = 64 << 20
-_TYPES = tuple(FileType)
 
 
 class LinkAgent(Agent):
@@ -95,22 +94,15 @@ class LinkAgent(Agent):
         return UserInfo(reader.text(), reader.u32(), reader.u32(), reader.text(), reader.text())
 
     async def stat(self, path: str) -> FileInfo:
-        return _read_info(await self._call(Op.STAT, text(path), f"stat of {path!r}"))
+        return read_info(await self._call(Op.STAT, text(path), f"stat of {path!r}"))
 
     async def list_dir(self, path: str, depth: int = 1) -> Sequence[FileInfo]:
         if depth < 1:
             raise GuestError(GuestErrorCode.INVALID, f"list of {path!r}: a depth of {depth}")
         stream = Stream(self._link, f"list of {path!r}", WINDOW_OTHER)
-        data = bytearray()
-        async for chunk in self._download(stream, Op.LIST, text(path) + u32(min(depth, 2**32 - 1))):
-            data += chunk
-            if len(data) > _LIST_BYTES:
-                raise GuestError(GuestErrorCode.TOO_BIG, f"{stream.what}: more than {_LIST_BYTES} bytes of entries")
-        reader = Reader(bytes(data))
-        entries = []
-        while reader:
-            entries.append(_read_info(reader))
-        return entries
+        chunks = self._download(stream, Op.LIST, text(path) + u32(min(depth, 2**32 - 1)))
+        async with contextlib.aclosing(chunks):
+            return await read_listing(chunks, stream.what)
 
     async def make_dir(self, path: str, user: str | None = None, mode: int = 0o755) -> None:
         await self._call(Op.MKDIR, text(path) + text(user or "") + u32(mode & 0o7777), f"mkdir of {path!r}")
@@ -128,7 +120,7 @@ class LinkAgent(Agent):
         request = text(path) + u64(offset) + u64(_TO_END if length is None else length)
         return self._download(Stream(self._link, f"read of {path!r}", WINDOW_FILE), Op.READ, request)
 
-    async def _download(self, stream: Stream, op: Op, request: bytes) -> AsyncIterator[bytes]:
+    async def _download(self, stream: Stream, op: Op, request: bytes) -> AsyncGenerator[bytes, None]:
         try:
             await stream.start(op, request, self._timeout)
             while True:
@@ -147,10 +139,20 @@ class LinkAgent(Agent):
             stream.reset()
 
     async def write_file(
-        self, path: str, data: AsyncIterator[bytes] | bytes, user: str | None = None, mode: int = 0o644
+        self,
+        path: str,
+        data: AsyncIterator[bytes] | bytes,
+        user: str | None = None,
+        mode: int = 0o644,
+        metadata: Mapping[str, str] | None = None,
     ) -> int:
         stream = Stream(self._link, f"write of {path!r}", 0, upload=WINDOW_FILE)
-        self._link.open(Op.WRITE, text(path) + text(user or "") + u32(mode & 0o7777), stream)
+        request = text(path) + text(user or "") + u32(mode & 0o7777)
+        if metadata:
+            pairs = [part for pair in metadata.items() for part in pair]
+            self._link.open(Op.STORE, request + texts(pairs), stream)
+        else:
+            self._link.open(Op.WRITE, request, stream)
         try:
             if isinstance(data, bytes | bytearray | memoryview):
                 await self._send(stream, memoryview(data if isinstance(data, bytes) else bytes(data)))
@@ -215,35 +217,6 @@ class LinkAgent(Agent):
 
 def _has_credit(stream: Stream, size: int) -> bool:
     return stream.credit >= size
-
-
-def _read_info(reader: Reader) -> FileInfo:
-    name, path, kind, size, mode = reader.text(), reader.text(), reader.u8(), reader.u64(), reader.u32()
-    uid, gid, owner, group, mtime = reader.u32(), reader.u32(), reader.text(), reader.text(), reader.u64()
-    link = reader.u8()
-    target = reader.text() if link else None
-    target_kind, target_mode = (reader.u8(), reader.u32()) if link == 2 else (None, None)
-    return FileInfo(
-        name=name,
-        path=path,
-        type=_file_type(kind),
-        size=size,
-        mode=mode & 0o7777,
-        uid=uid,
-        gid=gid,
-        owner=owner,
-        group=group,
-        mtime_ns=mtime - 2**64 if mtime >= 2**63 else mtime,
-        symlink_target=target,
-        target_type=None if target_kind is None else _file_type(target_kind),
-        target_mode=target_mode,
-    )
-
-
-def _file_type(number: int) -> FileType:
-    if number >= len(_TYPES):
-        raise AgentLinkError(f"the agent sent file type {number}")
-    return _TYPES[number]
 
 
 def _connect(path: Path) -> socket.socket:

@@ -43,6 +43,7 @@ class _Node:
     uid: int
     data: bytes = b""
     mtime_ns: int = field(default_factory=time.time_ns)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 async def _echo(spec: ProcessSpec, stdin: bytes) -> tuple[bytes, bytes, int]:
@@ -175,6 +176,14 @@ class _MemoryWatch(Watch):
             self._queue.put_nowait(None)
 
 
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    sizes = [(len(os.fsencode(name)), len(os.fsencode(value))) for name, value in metadata.items()]
+    if any(name == 0 for name, _ in sizes):
+        raise GuestError(GuestErrorCode.INVALID, "metadata: a name is empty")
+    if any(name > 246 for name, _ in sizes) or sum(9 + name + value for name, value in sizes) > 4096:
+        raise GuestError(GuestErrorCode.TOO_BIG, "metadata: a name or all of it is too long")
+
+
 class MemoryAgent(Agent):
     """`commands[name]` runs for argv[0] (its last part) and for `sh -c "name …"`; `ports[n]` answers
     each write to port n. `close()`, or a test that wants a broken link, sets `closed`."""
@@ -242,7 +251,17 @@ class MemoryAgent(Agent):
         owner = next((user.name for user in _USERS if user.uid == node.uid), str(node.uid))
         name = PurePosixPath(path).name or "/"
         return FileInfo(
-            name, path, node.type, len(node.data), node.mode, node.uid, node.uid, owner, owner, node.mtime_ns
+            name=name,
+            path=path,
+            type=node.type,
+            size=len(node.data),
+            mode=node.mode,
+            uid=node.uid,
+            gid=node.uid,
+            owner=owner,
+            group=owner,
+            mtime_ns=node.mtime_ns,
+            metadata=node.metadata,
         )
 
     async def list_dir(self, path: str, depth: int = 1) -> Sequence[FileInfo]:
@@ -301,8 +320,14 @@ class MemoryAgent(Agent):
             yield data[at : at + 65536]
 
     async def write_file(
-        self, path: str, data: AsyncIterator[bytes] | bytes, user: str | None = None, mode: int = 0o644
+        self,
+        path: str,
+        data: AsyncIterator[bytes] | bytes,
+        user: str | None = None,
+        mode: int = 0o644,
+        metadata: Mapping[str, str] | None = None,
     ) -> int:
+        _check_metadata(metadata or {})
         uid = (await self.user(user or "root")).uid
         node = self._nodes.get(path)
         if node and node.type == FileType.DIRECTORY:
@@ -313,7 +338,7 @@ class MemoryAgent(Agent):
             node = _Node(FileType.FILE, mode, uid)
             self._put(path, node)
             self._tell(WatchEventType.CHMOD, path)
-        node.data, node.mtime_ns = content, time.time_ns()
+        node.data, node.mtime_ns, node.metadata = content, time.time_ns(), dict(metadata or {})
         self._tell(WatchEventType.WRITE, path)
         return len(content)
 

@@ -52,6 +52,7 @@ class Op(IntEnum):
     CONNECT = 15
     WATCH = 16
     IDENTIFY = 17
+    STORE = 18
 
 
 CODES: dict[int, GuestErrorCode] = dict(enumerate(GuestErrorCode, start=1))
@@ -97,8 +98,15 @@ def blob(data: bytes) -> bytes:
     return _U32.pack(len(data)) + data
 
 
+class ShortRead(AgentLinkError):
+    """A payload ended within a field: the agent lied about the shape, or more of it is on the way."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"the agent's answer of {size} bytes is too short")
+
+
 class Reader:
-    """Fields of a payload. Anything short is `AgentLinkError`: the agent lied about the shape."""
+    """Fields of a payload. Anything short is `ShortRead`."""
 
     __slots__ = ("_at", "_data")
 
@@ -110,17 +118,22 @@ class Reader:
         """Whether anything is left."""
         return self._at < len(self._data)
 
+    @property
+    def at(self) -> int:
+        """How many bytes were read."""
+        return self._at
+
     def _int(self, shape: struct.Struct) -> int:
         try:
             value: int = shape.unpack_from(self._data, self._at)[0]
         except struct.error as error:
-            raise AgentLinkError(f"the agent's answer of {len(self._data)} bytes is too short") from error
+            raise ShortRead(len(self._data)) from error
         self._at += shape.size
         return value
 
     def u8(self) -> int:
         if self._at >= len(self._data):
-            raise AgentLinkError(f"the agent's answer of {len(self._data)} bytes is too short")
+            raise ShortRead(len(self._data))
         self._at += 1
         return self._data[self._at - 1]
 
@@ -136,7 +149,7 @@ class Reader:
     def raw(self, size: int) -> bytes:
         data = self._data[self._at : self._at + size]
         if len(data) != size:
-            raise AgentLinkError(f"the agent's answer of {len(self._data)} bytes is too short")
+            raise ShortRead(len(self._data))
         self._at += size
         return data
 

@@ -50,6 +50,17 @@ async def _truncate(kit: Kit) -> None:
         expect(await _read(kit, "/tmp/again") == content, f"{content!r} did not come back")
 
 
+@check("metadata stay with their file until it is written again")
+async def _metadata(kit: Kit) -> None:
+    await kit.agent.write_file("/tmp/meta", b"x", user="user", metadata={"author": "a b", "none": ""})
+    await kit.agent.move("/tmp/meta", "/tmp/meta2")
+    kept = (await kit.agent.stat("/tmp/meta2")).metadata
+    expect(kept == {"author": "a b", "none": ""}, f"after a move: {kept}")
+    await kit.agent.write_file("/tmp/meta2", b"y")
+    kept = (await kit.agent.stat("/tmp/meta2")).metadata
+    expect(not kept, f"after it was written again: {kept}")
+
+
 @check("odd file names work")
 async def _odd_names(kit: Kit) -> None:
     names = ["a b", "new\nline", "-rf", "*", "'\"$(id)\\", "é😀", "\udcff\udcfe", "n" * 255, "tab\t", "..."]

@@ -23,6 +23,7 @@ from sandyard.server.web import Headers
 
 USER_CACHE_SECONDS = 10.0
 DEATH_GRACE_SECONDS = 1.0
+LISTINGS_AT_ONCE = 2
 
 
 class Aborted(Exception):
@@ -39,6 +40,7 @@ class Guest:
     relink: Callable[[Sandbox], Awaitable[None]]
     users: dict[str, tuple[float, UserInfo]] = field(default_factory=dict)
     dead: asyncio.Event = field(default_factory=asyncio.Event)
+    listings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(LISTINGS_AT_ONCE))
 
     def die(self) -> None:
         self.dead.set()

@@ -69,6 +69,11 @@ def end_frame(error: RpcError | None = None) -> bytes:
     return frame(b"{}" if error is None else b'{"error":' + error.body() + b"}", END_STREAM)
 
 
+def to_json(message: Message) -> bytes:
+    """What is no Unicode (names of files may be any bytes) becomes `?`."""
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
+
+
 def parse_message(data: bytes) -> Message:
     """Raises `RpcError`."""
     try:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from sandyard.guest.base import FileInfo, FileType
 from sandyard.server.envd.connect import Message
+from sandyard.server.envd.metadata import showable
 
 _TYPES = {FileType.FILE: "FILE_TYPE_FILE", FileType.DIRECTORY: "FILE_TYPE_DIRECTORY"}
 # Go's os.FileMode letters, which clients show as they come.
@@ -42,7 +43,7 @@ def entry(info: FileInfo) -> Message:
         "owner": info.owner,
         "group": info.group,
         "modifiedTime": timestamp(info.mtime_ns),
-        "metadata": {},
+        "metadata": showable(info.metadata),
     }
     if info.symlink_target is not None:
         fields["symlinkTarget"] = posixpath.normpath(posixpath.join(posixpath.dirname(info.path), info.symlink_target))

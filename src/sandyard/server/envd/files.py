@@ -8,11 +8,12 @@ import zlib
 from collections.abc import AsyncIterator, Mapping
 from urllib.parse import quote
 
-from sandyard.errors import BadRequest, GuestError, GuestErrorCode, Unsupported
+from sandyard.errors import BadRequest, GuestError, GuestErrorCode
 from sandyard.guest.base import FileInfo, FileType, UserInfo
 from sandyard.server.envd.call import Aborted, Call
 from sandyard.server.envd.conditions import ByteRange, conditions, etag, last_modified
 from sandyard.server.envd.connect import Message
+from sandyard.server.envd.metadata import metadata_of
 from sandyard.server.envd.multipart import MultipartReader, boundary_of
 from sandyard.server.web import body_chunks, respond, respond_error, respond_json
 
@@ -38,8 +39,7 @@ async def download(call: Call, query: Mapping[str, str]) -> None:
 
 async def upload(call: Call, query: Mapping[str, str]) -> None:
     user = await _user(call, query)
-    if any(name.startswith(b"x-metadata-") for name in call.headers):
-        raise Unsupported("file metadata (X-Metadata-*) is not supported")
+    metadata = metadata_of(call.headers)
     body = body_chunks(call.receive)
     encoding = call.headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding == b"gzip":
@@ -51,7 +51,7 @@ async def upload(call: Call, query: Mapping[str, str]) -> None:
     if boundary is None:
         if not path:
             raise BadRequest("query parameter path is missing", field="path")
-        written = [await _write(call, user, path, body)]
+        written = [await _write(call, user, path, body, metadata)]
     else:
         written = []
         async for part in MultipartReader(boundary, body).parts():
@@ -59,17 +59,20 @@ async def upload(call: Call, query: Mapping[str, str]) -> None:
                 name = path or part.filename or ""
                 if not name:
                     raise BadRequest("a file part has no filename and the query has no path", field="path")
-                written.append(await _write(call, user, name, part.chunks()))
+                written.append(await _write(call, user, name, part.chunks(), metadata))
     await respond_json(call.send, 200, written, [CORS])
 
 
-async def _write(call: Call, user: UserInfo, path: str, chunks: AsyncIterator[bytes]) -> Message:
+async def _write(
+    call: Call, user: UserInfo, path: str, chunks: AsyncIterator[bytes], metadata: Mapping[str, str]
+) -> Message:
     path = await call.guest.path(user, path)
     try:
-        await call.sandbox.agent.write_file(path, chunks, user=user.name)
+        await call.sandbox.agent.write_file(path, chunks, user=user.name, metadata=metadata)
     except GuestError as error:
         raise FileFailure(path, error) from error
-    return {"path": path, "name": posixpath.basename(path), "type": "file"}
+    written: Message = {"path": path, "name": posixpath.basename(path), "type": "file"}
+    return written | {"metadata": metadata} if metadata else written
 
 
 class FileFailure(Exception):

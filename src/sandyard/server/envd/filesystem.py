@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest.base import FileInfo, FileType
 from sandyard.server.envd.call import Call
-from sandyard.server.envd.connect import Message, RpcError, number, text
+from sandyard.server.envd.connect import Message, RpcError, number, text, to_json
 from sandyard.server.envd.entries import entry
+
+LIST_STEP = 200
 
 
 async def stat(call: Call, message: Message) -> Message:
@@ -39,17 +43,27 @@ async def move(call: Call, message: Message) -> Message:
     return {"entry": entry(await _stat(call, destination))}
 
 
-async def list_dir(call: Call, message: Message) -> Message:
+async def list_dir(call: Call, message: Message) -> bytes:
     path = await _path(call, message, "path")
+    # A listing is bounded but large, and a client may ask for it as often as it likes.
+    async with call.guest.listings:
+        return await _list_dir(call, path, number(message, "depth") or 1)
+
+
+async def _list_dir(call: Call, path: str, depth: int) -> bytes:
     try:
-        infos = await call.sandbox.agent.list_dir(path, number(message, "depth") or 1)
+        infos = await call.sandbox.agent.list_dir(path, depth)
     except GuestError as error:
         if error.code is GuestErrorCode.NOT_FOUND:
             raise RpcError("not_found", f"directory not found: {path}") from error
         if error.code is GuestErrorCode.NOT_DIRECTORY:
             raise RpcError("invalid_argument", f"path is not a directory: {path}") from error
         raise
-    return {"entries": [entry(info) for info in infos]}
+    parts = []
+    for at in range(0, len(infos), LIST_STEP):
+        parts += [to_json(entry(info)) for info in infos[at : at + LIST_STEP]]
+        await asyncio.sleep(0)  # others want to be served too
+    return b'{"entries":[' + b",".join(parts) + b"]}"
 
 
 async def remove(call: Call, message: Message) -> Message:

@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import parse_qsl
 
-from sandyard.errors import BadRequest, GuestError, SandyardError, Unsupported
+from sandyard.errors import BadRequest, GuestError, SandyardError
 from sandyard.server.envd import files, filesystem, process, watching
 from sandyard.server.envd.call import Aborted, Call
 from sandyard.server.envd.connect import (
@@ -20,11 +20,12 @@ from sandyard.server.envd.connect import (
     parse_message,
     rpc_error,
     stream_messages,
+    to_json,
 )
 from sandyard.server.usage import MIB, UsageHistory
 from sandyard.server.web import BodyTooLarge, ClientGone, body_chunks, read_body, respond, respond_error, respond_json
 
-Unary = Callable[[Call, Message], Awaitable[Message]]
+Unary = Callable[[Call, Message], Awaitable[Message | bytes]]  # bytes: JSON already
 ServerStream = Callable[[Call, Message], Awaitable[None]]
 ClientStream = Callable[[Call, AsyncIterator[Message]], Awaitable[Message]]
 
@@ -125,8 +126,7 @@ async def _unary(call: Call, method: Unary) -> None:
     except SandyardError as error:
         await _rpc_failure(call, await _attributed(call, error))
     else:
-        body = json.dumps(result, ensure_ascii=False).encode("utf-8", "replace")
-        await respond(call.send, 200, body)
+        await respond(call.send, 200, result if isinstance(result, bytes) else to_json(result))
 
 
 async def _server_stream(call: Call, method: ServerStream) -> None:
@@ -187,7 +187,7 @@ async def _files(call: Call, method: str) -> None:
         await respond_error(call.send, HTTP_STATUS.get(error.code, 500), str(error), [files.CORS])
     except files.FileFailure as failure:
         await files.answer_guest_error(call, failure.path, failure.error)
-    except (BadRequest, Unsupported, GuestError) as error:
+    except (BadRequest, GuestError) as error:
         await respond_error(call.send, 400, str(error), [files.CORS])
     except ClientGone:
         pass  # nobody is left to answer
