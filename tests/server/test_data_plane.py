@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,6 +89,37 @@ def test_unknown_and_dead_sandboxes_answer_502_as_e2b_does(api: httpx.Client, bo
     assert dead.json()["reason"] == "killed"
     assert dead.headers["should-retry"] == "false"
     assert api.get("/health", headers={"E2b-Sandbox-Id": box.id, "E2b-Sandbox-Port": "x"}).status_code == 400
+
+
+def open_stream(url: str, box_id: str, token: str, command: list[str]) -> socket.socket:
+    """A connection on which `Start` streams, past its first event."""
+    message = json.dumps({"process": {"cmd": command[0], "args": command[1:]}, "stdin": False}).encode()
+    body = struct.pack(">BI", 0, len(message)) + message
+    head = (
+        f"POST /process.Process/Start HTTP/1.1\r\nHost: a\r\nE2b-Sandbox-Id: {box_id}\r\nX-Access-Token: {token}\r\n"
+        f"Content-Type: application/connect+json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.sendall(head.encode() + body)
+    got = b""
+    while b'"start"' not in got:
+        got += connection.recv(65536)
+    return connection
+
+
+def read_on(connection: socket.socket) -> None:
+    while connection.recv(65536):
+        pass
+
+
+def test_a_stream_of_a_killed_sandbox_is_reset(server: LiveServer, api: httpx.Client, box: Box) -> None:
+    # Not ended: to some clients an end within a body is no loss of the connection, and they ask no further.
+    with open_stream(server.url, box.id, box.token, ["sleep", "50"]) as connection:
+        api.delete(f"/sandboxes/{box.id}")
+        with pytest.raises(ConnectionResetError):
+            read_on(connection)
+    assert box.http.get("/health").status_code == 502
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from sandyard.server.embedded import EmbeddedServer
 from sandyard.server.lock import DirectoryLock
 from sandyard.server.serve import check_address, open_socket
 from tests.server.conftest import memory_settings
+from tests.server.test_data_plane import open_stream, read_on
 
 
 def test_a_public_address_is_refused_unless_asked_for() -> None:
@@ -103,14 +104,15 @@ def test_it_dies_with_its_parent_even_when_that_is_killed(tmp_path: Path) -> Non
         time.sleep(0.05)
 
 
-def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
-    settings = memory_settings(tmp_path)
+def start_child(settings: Settings, **more: str) -> tuple[subprocess.Popen[str], str]:
+    """A server in a child, and the line that says it is ready."""
     environment = {
         **os.environ,
         "SANDYARD_PATHS__STATE": str(settings.paths.state),
         "SANDYARD_PATHS__RUN": str(settings.paths.run),
         "SANDYARD_SANDBOX__RUNTIME": "memory",
         "SANDYARD_SERVER__PORT": "0",
+        **more,
     }
     child = subprocess.Popen(
         [sys.executable, "-m", "sandyard.server"],
@@ -120,7 +122,28 @@ def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> Non
         text=True,
     )
     assert child.stdout is not None
-    ready = child.stdout.readline()
+    return child, child.stdout.readline()
+
+
+def test_streams_that_outlast_the_drain_are_reset_without_a_traceback(tmp_path: Path) -> None:
+    settings = memory_settings(tmp_path)
+    child, ready = start_child(settings, SANDYARD_SERVER__DRAIN_SECONDS="0.5")
+    key = (settings.paths.state / "secrets" / "api-key").read_text().strip()
+    url = ready.split()[4].rstrip(";")
+    made = httpx.post(f"{url}/v2/sandboxes", json={"templateID": "base"}, headers={"X-API-Key": key}).json()
+    with open_stream(url, made["sandboxID"], made["envdAccessToken"], ["sleep", "50"]) as stream:
+        child.send_signal(signal.SIGTERM)
+        with pytest.raises(ConnectionResetError):
+            read_on(stream)
+    out, err = child.communicate(timeout=20)
+    assert (child.returncode, out) == (0, "")
+    assert "Traceback" not in err
+    assert "Cancelled" not in err
+
+
+def test_serve_says_when_it_is_ready_and_stops_on_sigterm(tmp_path: Path) -> None:
+    settings = memory_settings(tmp_path)
+    child, ready = start_child(settings)
     key = (settings.paths.state / "secrets" / "api-key").read_text().strip()
     assert ready.startswith("sandyard is ready at http://127.0.0.1:")
     assert key not in ready

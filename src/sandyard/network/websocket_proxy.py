@@ -13,6 +13,7 @@ from websockets.protocol import Event
 from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
+from sandyard.errors import AgentLinkError, GuestError
 from sandyard.guest.base import PortStream
 from sandyard.network.http_proxy import passed_headers
 
@@ -32,10 +33,16 @@ async def relay(scope: Scope, receive: Receive, send: Send, stream: PortStream) 
     tasks = [asyncio.create_task(_outward(inside, send)), asyncio.create_task(_inward(inside, receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        broken = any(task.done() and task.exception() is not None for task in tasks)
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, AgentLinkError | GuestError):
+            raise result
+    if broken:
+        await send({"type": "websocket.close", "code": BAD_GATEWAY, "reason": "the connection inside is gone"})
 
 
 def _protocol(scope: Scope) -> ClientProtocol:

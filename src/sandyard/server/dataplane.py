@@ -18,6 +18,7 @@ from sandyard.server.envd.sessions import Sessions
 from sandyard.server.envd.signing import BadSignature, verify
 from sandyard.server.envd.watchers import Watchers
 from sandyard.server.ports import NO_RETRY, proxy_http, proxy_websocket
+from sandyard.server.protocol import reset
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 from sandyard.server.web import ClientGone, Headers, decimal, headers_of, respond_error
@@ -92,6 +93,7 @@ class DataPlane:
                 await self._envd(call)
         except Aborted:
             log.info("response broken off", sandbox=sandbox.id, path=scope["path"])
+            reset(scope)
         except ClientGone:
             log.debug("client went away", sandbox=sandbox.id, path=scope["path"])
         except AgentLinkError as error:
@@ -99,13 +101,15 @@ class DataPlane:
         except Exception as error:  # a bug: told in the form every client parses, and logged
             log.error("internal error", sandbox=sandbox.id, path=scope["path"], exc_info=error)
             if call.started:
-                return  # uvicorn breaks an unfinished response off
+                reset(scope)
+                return
             await respond_error(send, 500, "internal error", [NO_RETRY])
 
     async def _link_lost(self, call: Call, error: SandyardError) -> None:
         """Before the response: say how the sandbox died. Within it: break the connection off."""
         lost = await call.guest.lost(error)
         if call.started:
+            reset(call.scope)
             return
         if lost:
             await _gone(call.send, call.sandbox.id, call.sandbox.death)

@@ -4,11 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 
+import structlog
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_LIMIT = 64 * 1024
 HEAD_SECONDS = 30.0
+_RESET = "sandyard.reset"
+_LINGER_NOT = struct.pack("ii", 1, 0)
+
+log = structlog.get_logger("sandyard.server")
+
+
+def reset(scope: Scope) -> None:
+    """Break the connection of an HTTP request off, so that no client takes what it got for all of it.
+
+    By a TCP reset: an end of the stream within a response is, to some clients, a fault of the protocol
+    and not one of the connection."""
+    if (abort := scope.get("extensions", {}).get(_RESET)) is not None:
+        abort()
+
+
+class Stoppable:
+    """An application whose requests may be cancelled by the end of the server: they are reset, quietly."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            log.info("request cut short", path=scope.get("path"))
+            reset(scope)
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -39,6 +70,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {_RESET: self._reset}  # type: ignore[dict-item] # as ASGI allows
         self._in_head = True
         self._expect_head()
 
@@ -76,6 +108,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._slow = None
         if not self.transport.is_closing():
             self.transport.close()
+
+    def _reset(self) -> None:
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and not self.transport.is_closing():
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_NOT)
+        self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
         reason = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}[status]

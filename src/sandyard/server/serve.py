@@ -22,7 +22,7 @@ from sandyard.errors import ConfigError, HostError
 from sandyard.server.build import application
 from sandyard.server.lock import DirectoryLock
 from sandyard.server.logs import set_up_logs
-from sandyard.server.protocol import BoundedHttp
+from sandyard.server.protocol import BoundedHttp, Stoppable
 from sandyard.server.tokens import KEY_FILE, secrets_dir
 
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep idle connections, so that they close them and not we
@@ -108,7 +108,7 @@ class _Server(uvicorn.Server):
 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
+        Stoppable(app),
         http=BoundedHttp,
         ws="websockets-sansio",
         lifespan="off",
