@@ -14,6 +14,7 @@ ALLOWED = {
     "guest": set(),
     "runtimes": {"guest"},
     "images": {"runtimes", "guest"},
+    "interpreter": {"images", "runtimes", "guest"},
     "store": {"runtimes"},
     "network": {"guest", "runtimes"},
     "sandboxes": {"store", "runtimes", "guest", "network", "images"},

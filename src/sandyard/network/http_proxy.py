@@ -90,6 +90,10 @@ async def _send_request(scope: Scope, receive: Receive, stream: PortStream) -> N
             await stream.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunked else chunk)
     if chunked:
         await stream.write(b"0\r\n\r\n")
+    # A program that computes for a client that went away can stop: it must hear of it.
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await stream.close()  # ends the response too
 
 
 class _Response:
