@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from sandyard.errors import NotFound
-
 LINES = 1000
 LINE_BYTES = 4096
 TOTAL_BYTES = 256 * 1024  # of one sandbox
@@ -46,6 +44,10 @@ class LogEntry:
     fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def milliseconds(self) -> int:
+        return int(self.at * 1000)
+
+    @property
     def size(self) -> int:
         return _ENTRY_BYTES + len(self.message) + sum(len(k) + len(v) for k, v in self.fields.items())
 
@@ -71,25 +73,25 @@ class SandboxLog:
     def read(
         self,
         *,
-        start: float | None = None,
+        cursor: int | None = None,
         limit: int = LINES,
         backward: bool = False,
         level: Level | None = None,
         search: str | None = None,
     ) -> list[LogEntry]:
-        """At most `limit` entries from `start` on (seconds since the epoch, inclusive): later ones in order, or
-        with `backward` earlier ones, the newest first. `level` and worse; `search` is found in message or fields."""
-        return list(itertools.islice(self._matching(start, backward, level, search), limit))
+        """At most `limit` entries of `cursor` (milliseconds since the epoch, inclusive) and later, in order; with
+        `backward` of `cursor` and earlier, the newest first. `level` and worse; `search` is a part of the message."""
+        return list(itertools.islice(self._matching(cursor, backward, level, search), limit))
 
     def _matching(
-        self, start: float | None, backward: bool, level: Level | None, search: str | None
+        self, cursor: int | None, backward: bool, level: Level | None, search: str | None
     ) -> Iterator[LogEntry]:
         for entry in reversed(self._entries) if backward else self._entries:
-            if start is not None and (entry.at > start if backward else entry.at < start):
+            if cursor is not None and (entry.milliseconds > cursor if backward else entry.milliseconds < cursor):
                 continue
             if level is not None and entry.level < level:
                 continue
-            if search and search not in entry.message and not any(search in value for value in entry.fields.values()):
+            if search and search not in entry.message:
                 continue
             yield entry
 
@@ -117,12 +119,10 @@ class DeadLogs:
         while self._logs and (self._size > DEAD_BYTES or next(iter(self._logs.values())).since < oldest):
             self._drop(next(iter(self._logs)))
 
-    def get(self, tenant: str, sandbox_id: str) -> SandboxLog:
-        """Raises `NotFound`, also for another tenant's."""
+    def get(self, tenant: str, sandbox_id: str) -> SandboxLog | None:
+        """None where none is kept, or it is another tenant's."""
         known = self._logs.get(sandbox_id)
-        if known is None or known.tenant != tenant:
-            raise NotFound(f"sandbox '{sandbox_id}' not found")
-        return known.log
+        return known.log if known is not None and known.tenant == tenant else None
 
     def _drop(self, sandbox_id: str) -> None:
         known = self._logs.pop(sandbox_id, None)

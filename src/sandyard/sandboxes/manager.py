@@ -98,6 +98,11 @@ class SandboxManager:
                 await task
         await self._stragglers.stop()
 
+    @property
+    def starting(self) -> int:
+        """How many creates are waiting for the runtime now."""
+        return self._creating
+
     def resources(self) -> Resources:
         sizes = self.settings.sandbox
         return Resources(cpu=sizes.cpu, memory_mb=sizes.memory_mb, disk_mb=sizes.disk_mb, pids=sizes.pids)
@@ -147,11 +152,15 @@ class SandboxManager:
         raise self.graveyard.get(sandbox_id, tenant) or NotFound(f"sandbox '{sandbox_id}' not found")
 
     def log(self, tenant: str, sandbox_id: str) -> SandboxLog:
-        """What happened to a sandbox of this tenant, also one that died lately. Raises `NotFound`."""
+        """What happened to a sandbox of this tenant, also one that died lately. Raises `NotFound`, and
+        `SandboxDied` where only its death is still known."""
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is not None and sandbox.tenant == tenant:
             return sandbox.log
-        return self.dead_logs.get(tenant, sandbox_id)
+        found = self.dead_logs.get(tenant, sandbox_id)
+        if found is None:
+            raise self.graveyard.get(sandbox_id, tenant) or NotFound(f"sandbox '{sandbox_id}' not found")
+        return found
 
     def all(self, tenant: str | None = None) -> Sequence[Sandbox]:
         """Running sandboxes, in no order; every tenant's where none is given."""

@@ -7,10 +7,11 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sandyard.sandboxes import SandboxManager
 from sandyard.server.auth import Keys
-from sandyard.server.control import failures, leases, sandboxes, templates
+from sandyard.server.control import failures, leases, logs, nodes, sandboxes, teams, templates
 from sandyard.server.control.context import Context
 from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.dataplane import DataPlane
+from sandyard.server.load import LoadHistory
 from sandyard.server.metrics import Metrics
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
@@ -25,7 +26,9 @@ class Application:
         self.manager = manager
         self.keys = keys
         self.usage = UsageHistory(manager)
-        self.control = control_plane(Context(manager, keys, tokens, self.usage, Metrics(manager), Idempotency()))
+        self.control = control_plane(
+            Context(manager, keys, tokens, self.usage, Metrics(manager), Idempotency(), LoadHistory(manager))
+        )
         self.data = DataPlane(manager, tokens, self.usage, manager.settings.server.domain)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +57,7 @@ def control_plane(context: Context) -> FastAPI:
     app = FastAPI(title="Sandyard", summary="Sandboxes for agentic reinforcement learning, E2B-compatible.")
     app.state.context = context
     failures.install(app)
-    for module in (sandboxes, templates, leases):
+    for module in (sandboxes, templates, leases, logs, teams, nodes):
         app.include_router(module.router)
 
     @app.get("/health", status_code=204, tags=["server"])

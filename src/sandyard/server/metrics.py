@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sandyard.errors import SandboxDied
-from sandyard.sandboxes import Sandbox, SandboxManager
+from sandyard.sandboxes import Sandbox, SandboxManager, State
 
 _BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Sandboxes now, and creates since the server started. A refused create (4xx) is none that failed."""
+
+    running: Sequence[Sandbox]
+    paused: Sequence[Sandbox]
+    starting: int
+    created: int
+    failed: int
 
 
 class _Places(Collector):
@@ -21,8 +33,11 @@ class _Places(Collector):
         self._manager = manager
 
     def collect(self) -> Iterator[Metric]:
+        states = [sandbox.state for sandbox in self._manager.all()]
         figures = {
-            "running": len(self._manager.all()),
+            "running": states.count(State.RUNNING),
+            "paused": states.count(State.PAUSED),
+            "starting": self._manager.starting,
             "warm": self._manager.pool.ready,
             "places": self._manager.admission.max_count,
         }
@@ -32,6 +47,8 @@ class _Places(Collector):
 
 class Metrics:
     def __init__(self, manager: SandboxManager) -> None:
+        self._manager = manager
+        self._created_count = self._failed_count = 0
         self._registry = CollectorRegistry()
         self._registry.register(_Places(manager))
         self._creates = Histogram(
@@ -42,13 +59,25 @@ class Metrics:
         manager.on_create.append(self._created)
         manager.on_death.append(self._died)
 
+    def counts(self) -> Counts:
+        sandboxes = self._manager.all()
+        return Counts(
+            running=[s for s in sandboxes if s.state is not State.PAUSED],
+            paused=[s for s in sandboxes if s.state is State.PAUSED],
+            starting=self._manager.starting,
+            created=self._created_count,
+            failed=self._failed_count,
+        )
+
     def refused(self, status: int) -> None:
+        self._failed_count += status >= 500
         self._refused.labels(str(status)).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
     def _created(self, kind: str, seconds: float) -> None:
+        self._created_count += 1
         self._creates.labels(kind).observe(seconds)
 
     def _died(self, _sandbox: Sandbox, death: SandboxDied) -> None:

@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from sandyard.sandboxes import SandboxManager
 from sandyard.server.auth import Keys
 from sandyard.server.control.idempotency import Idempotency
+from sandyard.server.load import LoadHistory
 from sandyard.server.metrics import Metrics
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
@@ -23,6 +24,7 @@ class Context:
     usage: UsageHistory
     metrics: Metrics
     idempotency: Idempotency
+    load: LoadHistory
 
 
 async def context(request: Request) -> Context:

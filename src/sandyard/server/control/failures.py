@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Mapping
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from sandyard.errors import CapacityError, SandboxDied, SandyardError
 
 log = structlog.get_logger("sandyard.control")
 
+NEVER_AGAIN = {"should-retry": "false"}  # a repetition is the caller's decision: the attempt may have cost something
 
-def answer(status: int, message: str, error_code: str | None = None, **headers: str) -> JSONResponse:
+
+def answer(
+    status: int, message: str, error_code: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
     body: dict[str, object] = {"code": status, "message": message}
     if error_code is not None:
         body["error_code"] = error_code
-    return JSONResponse(body, status, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    return JSONResponse(body, status, headers=dict(headers or {}))
+
+
+def answer_error(error: SandyardError) -> JSONResponse:
+    """The answer to an error of ours; what is the server's fault is logged."""
+    if isinstance(error, SandboxDied):
+        reason = error.reason.value
+        return answer(404, str(error), f"sandbox_dead_{reason}", {"x-sandyard-death": reason})
+    if isinstance(error, CapacityError):
+        # No Should-Retry: without it SDKs retry a 429, after so long.
+        return answer(429, str(error), "capacity", {"retry-after": str(math.ceil(error.retry_after))})
+    if error.http_status >= 500:
+        log.error("request failed", error=str(error))
+        return answer(error.http_status, str(error), headers=NEVER_AGAIN)
+    return answer(error.http_status, str(error))
 
 
 async def _sandyard(_request: Request, error: Exception) -> JSONResponse:
-    if isinstance(error, SandboxDied):
-        reason = error.reason.value
-        return answer(404, str(error), f"sandbox_dead_{reason}", x_sandyard_death=reason)
-    if isinstance(error, CapacityError):
-        return answer(429, str(error), "capacity", retry_after=str(math.ceil(error.retry_after)))
-    status = error.http_status if isinstance(error, SandyardError) else 500
-    if status >= 500:
-        log.error("request failed", error=str(error))
-        # A repetition is the caller's decision: the attempt may have cost something.
-        return answer(status, str(error), should_retry="false")
-    return answer(status, str(error))
+    assert isinstance(error, SandyardError)
+    return answer_error(error)
 
 
 async def _validation(_request: Request, error: Exception) -> JSONResponse:
@@ -46,14 +58,38 @@ async def _validation(_request: Request, error: Exception) -> JSONResponse:
     return answer(400, f"{field}: {first['msg']}")
 
 
-async def _http(_request: Request, error: Exception) -> JSONResponse:
+async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return answer(error.status_code, str(error.detail))
+    if error.status_code == 404 and error.detail == "Not Found":
+        return answer(404, _unknown(request))
+    if error.status_code == 405:
+        methods = _methods(request)
+        allowed = ", ".join(methods)
+        message = f"{request.method} is not what {request.url.path} takes; it takes {allowed}"
+        return answer(405, message, headers={"allow": allowed})
+    return answer(error.status_code, str(error.detail), headers=error.headers)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:
     log.error("internal error", path=request.url.path, exc_info=error)
-    return answer(500, "internal error", should_retry="false")
+    return answer(500, "internal error", headers=NEVER_AGAIN)
+
+
+def _unknown(request: Request) -> str:
+    path = request.url.path
+    known = {str(getattr(route, "path", "")) for route in request.app.routes}
+    near = difflib.get_close_matches(path[:200], known, n=1, cutoff=0.8)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{request.method} {path} is no endpoint of this server{hint}"
+
+
+def _methods(request: Request) -> list[str]:
+    routes: list[BaseRoute] = request.app.routes
+    found: set[str] = set()
+    for route in routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= set(getattr(route, "methods", None) or ())
+    return sorted(found)
 
 
 def install(app: FastAPI) -> None:
