@@ -1,7 +1,8 @@
 """The templates of a node: unpacked root file systems, by name.
 
-`<state>/templates/<name>/<template id>/rootfs` holds the files, `<state>/templates/<name>/template.json`
-says which of them is current. Both appear by rename: a crash leaves a `.building-*` directory at
+`<state>/templates/<name>/<template id>/rootfs` holds the files (for a template that was made in a sandbox
+from another one: what it adds to that one's), `<state>/templates/<name>/template.json` says which of them
+is current. Both appear by rename: a crash leaves a `.building-*` directory at
 most, which the next build removes.
 """
 
@@ -40,6 +41,10 @@ class Template:
     size_bytes: int
     source: str  # where it came from, for people
     recipe: str = ""  # the hash of what it was made from
+    aliases: Sequence[str] = ()  # other names it is found by
+    start_cmd: str | None = None
+    ready_cmd: str | None = None
+    memory_mb: int | None = None  # what its sandboxes need, where that is more than the node's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,11 @@ class Origin:
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
     user: str | None = None
+    below: Sequence[Path] = ()  # layers of the template it was made from, the topmost first
+    aliases: Sequence[str] = ()
+    start_cmd: str | None = None
+    ready_cmd: str | None = None
+    memory_mb: int | None = None
 
 
 class TemplateStore:
@@ -72,7 +82,7 @@ class TemplateStore:
         """The template of that name or id. Raises `NotFound` with near names."""
         templates = self.list()
         for template in templates:
-            if name in (template.name, template.template_id):
+            if name in (template.name, template.template_id, *template.aliases):
                 return template
         near = difflib.get_close_matches(name, [template.name for template in templates], n=3)
         hint = f"did you mean {', '.join(near)}?" if near else _what_there_is(templates)
@@ -133,9 +143,10 @@ class TemplateStore:
                 shutil.rmtree(scratch, ignore_errors=False)
 
     def install(self, name: str, rootfs: Path, origin: Origin) -> Template:
-        """Make a finished tree the current template `name`. Call inside `building`.
+        """Make a finished tree (or a layer that a runtime made) the current template `name`. Call inside `building`.
 
-        The one before stays, since sandboxes may run from it; what is older goes.
+        The one before stays, since sandboxes may run from it, and so do those that other templates are
+        made from; what is older goes.
         """
         check_name(name)
         before = self.find(name)
@@ -153,11 +164,17 @@ class TemplateStore:
             "env": dict(origin.env),
             "workdir": origin.workdir,
             "user": origin.user,
+            "below": [str(layer.relative_to(self.home)) for layer in origin.below],
+            "aliases": list(origin.aliases),
+            "start_cmd": origin.start_cmd,
+            "ready_cmd": origin.ready_cmd,
+            "memory_mb": origin.memory_mb,
         }
         draft = home / ".template.json"
         draft.write_text(json.dumps(record, indent=1))
         draft.rename(home / "template.json")
         keep = {template_id, before.template_id if before else ""}
+        keep |= {layer.parent.name for template in self.list() for layer in template.rootfs.layers}
         for entry in list(os.scandir(home)):
             if entry.is_dir(follow_symlinks=False) and entry.name not in keep:
                 shutil.rmtree(entry.path)
@@ -168,18 +185,23 @@ class TemplateStore:
             template = self._parse(json.loads((self.home / name / "template.json").read_text()))
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
             return None  # half deleted, or never finished
-        return template if all(layer.is_dir() for layer in template.rootfs.layers) else None
+        return template if all(layer.exists() for layer in template.rootfs.layers) else None
 
     def _parse(self, record: Mapping[str, Any]) -> Template:
-        layer = self.home / record["name"] / record["template_id"] / "rootfs"
+        layers = [self.home / record["name"] / record["template_id"] / "rootfs"]
+        layers += [self.home / name for name in record.get("below", ())]
         return Template(
             name=record["name"],
             template_id=record["template_id"],
-            rootfs=Rootfs([layer], record["env"], record["workdir"], record["user"]),
+            rootfs=Rootfs(layers, record["env"], record["workdir"], record["user"]),
             created_at=record["created_at"],
             size_bytes=record["size_bytes"],
             source=record["source"],
             recipe=record["recipe"],
+            aliases=tuple(record.get("aliases", ())),
+            start_cmd=record.get("start_cmd"),
+            ready_cmd=record.get("ready_cmd"),
+            memory_mb=record.get("memory_mb"),
         )
 
 

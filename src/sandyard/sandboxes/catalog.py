@@ -335,7 +335,9 @@ class Catalog:
 
 
 def _node_template(view: TemplateView) -> Template:
-    template = Template(view.template_id, None, "template", [view.name], True, view.created_at, view.created_at)
+    template = Template(
+        view.template_id, None, "template", [view.name, *view.aliases], True, view.created_at, view.created_at
+    )
     template.builds[view.build_id] = Build(
         view.build_id,
         view.template_id,

@@ -26,6 +26,7 @@ class TemplateView:
     start_cmd: str | None = None
     ready_cmd: str | None = None
     resources: Resources | None = None
+    aliases: Sequence[str] = ()
 
 
 class TemplateSource(Protocol):

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from sandyard.config import Settings
-from sandyard.images.templates import TemplateStore
+from sandyard.images.templates import Template, TemplateStore
 from sandyard.runtimes import open_runtime
-from sandyard.runtimes.base import Rootfs, Runtime
+from sandyard.runtimes.base import Resources, Rootfs, Runtime
 from sandyard.sandboxes import FixedTemplates, SandboxManager, TemplateSource, TemplateView
 from sandyard.server.app import Application
 from sandyard.server.auth import Keys
@@ -20,18 +20,39 @@ from sandyard.store import open_store
 class StoredTemplates:
     """The node's templates, as the lifecycle sees them."""
 
-    def __init__(self, store: TemplateStore) -> None:
-        self._store = store
+    def __init__(self, settings: Settings) -> None:
+        self._store = TemplateStore(settings)
+        self._sandbox = settings.sandbox
 
     def views(self) -> Sequence[TemplateView]:
-        return [TemplateView(t.name, t.template_id, t.rootfs, t.created_at, t.size_bytes) for t in self._store.list()]
+        return [self._view(template) for template in self._store.list()]
+
+    def _view(self, template: Template) -> TemplateView:
+        return TemplateView(
+            template.name,
+            template.template_id,
+            template.rootfs,
+            template.created_at,
+            template.size_bytes,
+            start_cmd=template.start_cmd,
+            ready_cmd=template.ready_cmd,
+            resources=self._resources(template),
+            aliases=template.aliases,
+        )
+
+    def _resources(self, template: Template) -> Resources | None:
+        """None: the node's default."""
+        default = self._sandbox
+        if template.memory_mb is None or template.memory_mb <= default.memory_mb:
+            return None
+        return Resources(default.cpu, template.memory_mb, default.disk_mb, default.pids)
 
 
 def template_source(settings: Settings) -> TemplateSource:
     """The memory runtime has no files, so its one template needs none."""
     if settings.sandbox.runtime == "memory":
         return FixedTemplates([TemplateView("base", "base", Rootfs(layers=()), time.time(), 0)])
-    return StoredTemplates(TemplateStore(settings))
+    return StoredTemplates(settings)
 
 
 @asynccontextmanager
