@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, HTTPException, Response
+from importlib.metadata import version
+
+from fastapi import FastAPI, HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from sandyard.sandboxes import SandboxManager
 from sandyard.server.auth import Keys
-from sandyard.server.control import failures, leases, logs, nodes, sandboxes, teams, templates
+from sandyard.server.control import failures, health, leases, logs, nodes, openapi, sandboxes, teams, templates
 from sandyard.server.control.context import Context
 from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.dataplane import DataPlane
@@ -17,6 +19,7 @@ from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
 BODY_LIMIT = 1 << 20
+ROUTERS = [module.router for module in (sandboxes, templates, leases, logs, teams, nodes, health)]
 
 
 class Application:
@@ -54,19 +57,18 @@ def bounded(receive: Receive, limit: int) -> Receive:
 
 
 def control_plane(context: Context) -> FastAPI:
-    app = FastAPI(title="Sandyard", summary="Sandboxes for agentic reinforcement learning, E2B-compatible.")
+    # No /docs: its page would load its scripts from elsewhere. No redirects: their target would be the Host header's.
+    app = FastAPI(
+        title="Sandyard",
+        version=version("sandyard"),
+        summary="Sandboxes for agentic reinforcement learning, E2B-compatible.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.context = context
-    failures.install(app)
-    for module in (sandboxes, templates, leases, logs, teams, nodes):
-        app.include_router(module.router)
-
-    @app.get("/health", status_code=204, tags=["server"])
-    async def health() -> None:
-        """Whether the server answers."""
-
-    @app.get("/metrics", tags=["server"], response_class=Response)
-    async def metrics() -> Response:
-        """Prometheus metrics."""
-        return Response(context.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
+    for router in ROUTERS:
+        app.include_router(router)
+    failures.install(app, [route for router in ROUTERS for route in router.routes] + app.routes)
+    app.openapi = openapi.description(app)  # type: ignore[method-assign] # the way FastAPI offers
     return app

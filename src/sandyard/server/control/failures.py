@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import structlog
 from fastapi import FastAPI, Request
@@ -77,22 +77,23 @@ async def _bug(request: Request, error: Exception) -> JSONResponse:
 
 def _unknown(request: Request) -> str:
     path = request.url.path
-    known = {str(getattr(route, "path", "")) for route in request.app.routes}
+    known = {str(getattr(route, "path", "")) for route in request.app.state.routes}
     near = difflib.get_close_matches(path[:200], known, n=1, cutoff=0.8)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"{request.method} {path} is no endpoint of this server{hint}"
 
 
 def _methods(request: Request) -> list[str]:
-    routes: list[BaseRoute] = request.app.routes
     found: set[str] = set()
-    for route in routes:
+    for route in request.app.state.routes:
         if route.matches(request.scope)[0] is not Match.NONE:
             found |= set(getattr(route, "methods", None) or ())
     return sorted(found)
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """`routes` are all that the application answers: what an unknown path or method is told about."""
+    app.state.routes = routes
     app.add_exception_handler(SandyardError, _sandyard)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(HTTPException, _http)
