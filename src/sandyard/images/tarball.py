@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from sandyard.errors import BadRequest
 from sandyard.images.owners import CAPABILITY, bind_capability, shifted
@@ -59,7 +59,7 @@ class Unpacker:
         self._directories: list[tuple[tuple[str, ...], tarfile.TarInfo]] = []
         os.chown(self._root, uid_base, uid_base)
 
-    def __enter__(self) -> Unpacker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -73,7 +73,7 @@ class Unpacker:
             os.close(self._root)
 
     def add(self, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
-        parts = _parts(member.name)
+        parts = parts_of(member.name)
         if member.isdir():
             with self._walk(parts, make=True, name=member.name) as fd:
                 os.chown(fd, *self._owner(member))
@@ -119,7 +119,7 @@ class Unpacker:
             self.written += len(chunk)
 
     def _hard_link(self, member: tarfile.TarInfo, name: str, parent: int) -> None:
-        target = _parts(member.linkname)
+        target = parts_of(member.linkname)
         if not target:
             raise BadRequest(f"entry {member.name!r} links to the root")
         with self._walk(target[:-1], make=False, name=member.name) as other:
@@ -152,7 +152,8 @@ class Unpacker:
         return shifted(member.uid, self._base), shifted(member.gid, self._base)
 
 
-def _parts(name: str) -> tuple[str, ...]:
+def parts_of(name: str) -> tuple[str, ...]:
+    """The path of an entry, part by part. Raises `BadRequest` where it leaves the archive."""
     if name.startswith("/"):
         raise BadRequest(f"entry {name!r} is absolute")
     parts = tuple(part for part in name.split("/") if part not in ("", "."))

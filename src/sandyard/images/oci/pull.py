@@ -1,0 +1,242 @@
+"""Bring an image here: from the first source that has it, each layer once, checked by digest."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.config import Settings
+from sandyard.errors import BadRequest, HostError, SandyardError
+from sandyard.images.oci.archive import open_archive
+from sandyard.images.oci.base import Source, SourceError, digest_of, parse_json, resolve
+from sandyard.images.oci.layers import Layer, LayerStore
+from sandyard.images.oci.manifest import Descriptor, ImageConfig, Manifest, default_platform, parse_config
+from sandyard.images.oci.reference import Reference
+from sandyard.images.oci.registry import Credentials, RegistrySource
+from sandyard.images.progress import Progress, silent
+
+_AT_ONCE = 3
+_CONFIG_LIMIT = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image whose layers are here. `layers` the topmost first; `digest` of its manifest; `source`
+    and `reference` for people."""
+
+    reference: str
+    digest: str
+    source: str
+    config: ImageConfig
+    layers: Sequence[Layer]
+
+    @property
+    def trees(self) -> Sequence[Path]:
+        return [layer.tree for layer in self.layers]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(layer.size_bytes for layer in self.layers)
+
+
+async def pull(settings: Settings, text: str, progress: Progress = silent) -> Image:
+    """Pull an image by name, or take it from a file (`oci:PATH[:TAG]`, `docker-archive:PATH[:TAG]`).
+
+    Raises `BadRequest` for a bad name, one that is not allowed, or an image that is none, and
+    `HostError` listing each candidate and why it failed."""
+    if (archive := _archive(text)) is not None:
+        source = await asyncio.to_thread(open_archive, archive[0])
+        try:
+            return await _take(settings, source, archive[1], text, progress)
+        finally:
+            await source.close()
+    reference = Reference.parse(text)
+    failures: list[str] = []
+    for registry, path in candidates(settings, reference):
+        source = _registry(settings, registry, path)
+        progress("pull", None, f"trying {source.name}")
+        try:
+            return await _take(settings, source, reference.version, str(reference), progress)
+        except SandyardError as error:  # what it has is no image, or it does not answer: the next may be better
+            failures.append(error.message)
+            progress("pull", None, error.message)
+        finally:
+            await source.close()
+    raise HostError(
+        f"image '{text}' could not be pulled: {'; '.join(failures)}",
+        remedy="check the name, images.registries, images.mirrors and images.auth_file",
+    )
+
+
+def candidates(settings: Settings, reference: Reference) -> Sequence[tuple[str, str]]:
+    """(registry, path) to try, in order: mirrors before what they mirror. Raises `BadRequest` where there
+    is nothing to try, or nothing that is allowed."""
+    images = settings.images
+    if reference.registry is not None:
+        named = [reference]
+    else:
+        named = [reference.within(registry) for registry in images.registries]
+    if not named:
+        raise BadRequest(
+            f"image '{reference}' names no registry, and none is set to look in",
+            field="image",
+            remedy="write registry/name, or set images.registries",
+        )
+    allowed = [ref for ref in named if _allowed(images.allowed, ref)]
+    if not allowed:
+        raise BadRequest(
+            f"image '{reference}' is not of a registry that is allowed here",
+            field="image",
+            remedy=f"images.allowed: {', '.join(images.allowed)}",
+        )
+    found: list[tuple[str, str]] = []
+    for ref in allowed:
+        assert ref.registry is not None  # `within` gave it one
+        for mirror in images.mirrors.get(ref.registry, []):
+            host, _, prefix = mirror.partition("/")
+            found.append((host, f"{prefix}/{ref.path}" if prefix else ref.path))
+        found.append((ref.registry, ref.path))
+    return list(dict.fromkeys(found))
+
+
+def _allowed(patterns: Sequence[str], reference: Reference) -> bool:
+    name = f"{reference.registry}/{reference.path}"
+    return not patterns or any(name == p or name.startswith(f"{p.rstrip('/')}/") for p in patterns)
+
+
+def _archive(text: str) -> tuple[Path, str] | None:
+    kind, colon, rest = text.partition(":")
+    if not colon or kind not in ("oci", "docker-archive", "oci-archive"):
+        return None
+    path, tag = Path(rest).expanduser(), "latest"
+    if not path.exists() and ":" in rest:
+        name, _, tag = rest.rpartition(":")
+        path = Path(name).expanduser()
+    if not path.exists():
+        raise BadRequest(f"image '{text}': {path} does not exist", field="image")
+    return path, tag
+
+
+def _registry(settings: Settings, registry: str, path: str) -> Source:
+    plain = registry in settings.images.plain_http
+    return RegistrySource(registry, path, Credentials.load(settings).of(registry), plain_http=plain)
+
+
+async def _take(settings: Settings, source: Source, version: str, reference: str, progress: Progress) -> Image:
+    platform = settings.images.platform or default_platform()
+    digest, manifest = await resolve(source, version, platform)
+    store = LayerStore(settings)
+    with ExitStack() as cleanup:
+        scratch = Path(cleanup.enter_context(_downloads(settings)))
+        config = await _config(source, manifest, scratch)
+        if len(config.diff_ids) != len(manifest.layers):
+            raise BadRequest(
+                f"{source.name}: {len(manifest.layers)} layers, and the configuration names {len(config.diff_ids)}"
+            )
+        layers = await _Layers(source, store, manifest.layers, config.diff_ids, scratch, progress).all()
+    image = Image(reference, digest, source.name, config, list(reversed(layers)))
+    progress("pull", 1.0, f"{reference}: {len(layers)} layers, {image.size_bytes >> 20} MiB, {digest}")
+    return image
+
+
+def _downloads(settings: Settings) -> tempfile.TemporaryDirectory[str]:
+    folder = settings.paths.state.absolute() / "downloads"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=folder)
+    except OSError as error:
+        raise HostError(f"downloads {folder}: {error}", remedy="check paths.state and its disk") from error
+
+
+async def _config(source: Source, manifest: Manifest, scratch: Path) -> ImageConfig:
+    if manifest.config.size > _CONFIG_LIMIT:
+        raise BadRequest(f"{source.name}: a configuration of {manifest.config.size} bytes")
+    path = scratch / "config"
+    await source.fetch(manifest.config, path, lambda _count: None)
+    data = await asyncio.to_thread(path.read_bytes)
+    if digest_of(data) != manifest.config.digest:
+        raise SourceError(f"{source.name}: the configuration is {digest_of(data)}, not {manifest.config.digest}")
+    return parse_config(parse_json(data, source.name), source.name)
+
+
+class _Layers:
+    """Downloads a few at a time; unpacks from the bottom up, as each may need those below."""
+
+    def __init__(
+        self,
+        source: Source,
+        store: LayerStore,
+        blobs: Sequence[Descriptor],
+        diff_ids: Sequence[str],
+        scratch: Path,
+        progress: Progress,
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._blobs = blobs
+        self._diff_ids = diff_ids
+        self._scratch = scratch
+        self._progress = progress
+        self._total = sum(blob.size for blob in blobs) or 1
+        self._come = 0
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def all(self) -> Sequence[Layer]:
+        """The layers, the lowest first."""
+        known = await asyncio.to_thread(self._known)
+        downloads: Mapping[int, asyncio.Task[Path]] = {
+            index: asyncio.create_task(self._download(index)) for index in range(len(self._blobs)) if index not in known
+        }
+        layers: list[Layer] = []
+        try:
+            for index in range(len(self._blobs)):
+                layers.append(known[index] if index in known else await self._unpack(index, downloads[index], layers))
+        finally:
+            for task in downloads.values():
+                task.cancel()
+            await asyncio.gather(*downloads.values(), return_exceptions=True)
+        return layers
+
+    def _known(self) -> dict[int, Layer]:
+        found = ((i, self._store.find(self._diff_ids[: i + 1])) for i in range(len(self._blobs)))
+        return {index: layer for index, layer in found if layer is not None}
+
+    async def _download(self, index: int) -> Path:
+        blob, path = self._blobs[index], self._scratch / str(index)
+        async with self._gate:
+            await self._source.fetch(blob, path, lambda count: self._count(index, count))
+            digest = await asyncio.to_thread(_file_digest, path)
+        if digest != blob.digest:
+            raise SourceError(f"{self._source.name}: layer {index + 1} is {digest}, not {blob.digest}")
+        return path
+
+    async def _unpack(self, index: int, download: asyncio.Task[Path], below: Sequence[Layer]) -> Layer:
+        path = await download
+
+        def work() -> Layer:
+            with path.open("rb") as blob:
+                made = self._store.add(blob, self._diff_ids[: index + 1], list(reversed(below)))
+            os.unlink(path)
+            return made
+
+        try:
+            return await asyncio.to_thread(work)
+        except SandyardError as error:
+            raise BadRequest(f"{self._source.name}: layer {index + 1}: {error}") from error
+
+    def _count(self, index: int, count: int) -> None:
+        self._come += count
+        part = min(self._come / self._total, 1.0)
+        line = f"layer {index + 1} of {len(self._blobs)}: {self._come >> 20} of {self._total >> 20} MiB"
+        self._progress("pull", part * 0.9, line)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
