@@ -105,6 +105,18 @@ def test_a_create_sent_twice_with_one_key_makes_one_sandbox(server: LiveServer, 
     assert send("a-3").status_code == 201
 
 
+def test_a_key_of_another_create_is_refused(server: LiveServer, api: httpx.Client) -> None:
+    def send(**body: object) -> httpx.Response:
+        return api.post("/v2/sandboxes", json={"templateID": "base", **body}, headers={"Idempotency-Key": "a-1"})
+
+    assert send(timeout=30).status_code == 201
+    other = send(timeout=31)
+    assert (other.status_code, other.json()["code"]) == (409, 409)
+    assert "Idempotency-Key 'a-1' was used for another request" in other.json()["message"]
+    assert send(network={"x": "\ud800"}).status_code in (400, 409)
+    assert len(server.runtime.instances) == 1
+
+
 def test_unknown_fields_are_tolerated_and_unknown_paths_are_json(api: httpx.Client) -> None:
     create(api, brandNew={"x": 1})
     reply = api.get("/nothing/here")

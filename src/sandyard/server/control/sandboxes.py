@@ -152,7 +152,8 @@ async def unsupported(sandbox_id: str, here: Here, tenant: Tenant) -> None:
 async def _create(body: NewSandbox, here: Context, tenant: str, key: str | None, *, secured: bool) -> SandboxView:
     try:
         request = _request(body, here, tenant, secured)
-        sandbox = await here.idempotency.create(tenant, key, lambda: here.manager.create(request))
+        wanted = f"{secured} {body!r}"
+        sandbox = await here.idempotency.create(tenant, key, lambda: here.manager.create(request), wanted)
     except SandyardError as error:
         here.metrics.refused(404 if isinstance(error, SandboxDied) else error.http_status)
         raise
