@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sandyard.errors import ConfigError
 
@@ -78,6 +78,31 @@ class ImageSettings(_Section):
     auth_file: Path | None = None  # credentials as `docker login` keeps them; None: ~/.docker/config.json
     platform: str | None = None  # "linux/arm64"; None: the host's own
     max_layer_mb: int = Field(default=32 * 1024, ge=1)  # a layer that unpacks to more is refused
+    aliases: dict[str, str] = Field(default_factory=dict)  # image: the template that stands for it
+
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _read_aliases(cls, value: object) -> object:
+        """Also `image=template,image=template`, as an environment variable has it. Dots of a tag, which TOML
+        and this tree take for levels, are put back."""
+        if isinstance(value, str):
+            pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+            return {image.strip(): template.strip() for image, _, template in pairs}
+        return _flatten(value) if isinstance(value, Mapping) else value
+
+
+class BuildSettings(_Section):
+    """Template builds: how many at once, how long, and what of them is kept."""
+
+    at_once: int = Field(default=2, ge=1)
+    timeout: float = Field(default=3600.0, gt=0)  # seconds, waiting for a place included
+    ready_timeout: float = Field(default=600.0, gt=0)  # seconds for a start command to become ready
+    disk_mb: int = Field(default=8192, ge=16)  # what one sandbox of a build may write
+    upload_mb: int = Field(default=1024, ge=1)  # one archive of a COPY as it is sent; unpacked eight times that
+    files_mb: int = Field(default=8192, ge=1)  # all archives together; the longest unused go first
+    files_days: float = Field(default=14.0, gt=0)  # an archive that was not used for so long goes
+    cache_mb: int = Field(default=16384, ge=0)  # layers kept for later builds, beyond those of templates
+    log_lines: int = Field(default=20_000, ge=100)  # of one build
 
 
 class Settings(_Section):
@@ -87,6 +112,7 @@ class Settings(_Section):
     pool: PoolSettings = PoolSettings()
     container: ContainerSettings = ContainerSettings()
     images: ImageSettings = ImageSettings()
+    build: BuildSettings = BuildSettings()
 
 
 def load_settings(

@@ -1,0 +1,169 @@
+"""COPY and ADD: files of an uploaded archive into the sandbox, by its own tar or file by file."""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import shlex
+from collections.abc import AsyncIterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.errors import GuestError, GuestErrorCode
+from sandyard.guest.base import Agent, ExitStatus, Process, ProcessSpec
+from sandyard.images.build.accounts import is_dir, make_dir
+from sandyard.images.build.archive import END, Picked, Reader, content, header, source_root
+from sandyard.images.build.shell import describe, end, output_of
+
+_BATCH = 256 * 1024
+
+
+class CopyFailed(Exception):
+    """What a COPY could not do, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`target` is absolute; with a slash at its end it is a directory. `mode` None: the archive's own."""
+
+    source: str
+    target: str
+    owner: tuple[int, int]
+    mode: int | None = None
+
+
+async def copy_files(agent: Agent, archive: Path, wanted: Copy) -> int:
+    """Put what the archive has of `wanted.source` below `wanted.target`; how many entries that were.
+
+    A single file becomes `target`, or lands in it where that is a directory. Directories merge: what is
+    there already keeps its owner and mode. Symlinks are copied as they are. Missing directories are made
+    and belong to the owner. Raises `CopyFailed`, `GuestError` and `BadRequest`."""
+    with closing(Reader(archive, source_root(wanted.source))) as reader:
+        first = await asyncio.to_thread(reader.entry)
+        if first is None:
+            raise CopyFailed(f"no files match '{wanted.source}'")
+        directory, rename = await _destination(agent, wanted, first)
+        await make_dir(agent, directory, f"{wanted.owner[0]}:{wanted.owner[1]}")
+        job = _Job(agent, reader, first, directory, rename, wanted)
+        gnu = await _tar_kind(agent)
+        return await job.one_by_one() if gnu is None else await job.by_tar(gnu)
+
+
+async def _destination(agent: Agent, wanted: Copy, first: Picked) -> tuple[str, str | None]:
+    """The directory that everything goes below, and the name of the file where it is just one."""
+    target = posixpath.normpath(wanted.target)
+    if first.name:
+        return target, None
+    if wanted.target.endswith("/") or await is_dir(agent, target):
+        return target, posixpath.basename(first.member.name.rstrip("/"))
+    return posixpath.dirname(target), posixpath.basename(target)
+
+
+async def _tar_kind(agent: Agent) -> bool | None:
+    """True: GNU tar; False: another one; None: the image has none."""
+    try:
+        _, said = await output_of(agent, "tar", "--version")
+    except GuestError as error:
+        if error.code is not GuestErrorCode.NOT_FOUND:
+            raise
+        return None
+    return b"GNU tar" in said
+
+
+@dataclass(slots=True)
+class _Job:
+    agent: Agent
+    reader: Reader
+    first: Picked
+    directory: str
+    rename: str | None
+    wanted: Copy
+    count: int = 0
+
+    async def entries(self) -> AsyncIterator[tuple[Picked, str]]:
+        """Each entry with its name below the directory."""
+        entry: Picked | None = self.first
+        while entry is not None:
+            self.count += 1
+            yield entry, self.rename or entry.name
+            entry = await asyncio.to_thread(self.reader.entry)
+
+    async def content(self, entry: Picked, *, padded: bool) -> AsyncIterator[bytes]:
+        parts = content(entry, padded=padded)
+        while data := await asyncio.to_thread(self.reader.read, parts):
+            yield data
+
+    async def by_tar(self, gnu: bool) -> int:
+        options = ["--no-overwrite-dir", "--keep-directory-symlink", "--numeric-owner"] if gnu else []
+        argv = ["tar", "-x", "-p", *options, "-f", "-", "-C", self.directory]
+        process = await self.agent.spawn(ProcessSpec(argv, user="root", cwd="/", stdin=True))
+        listening = asyncio.create_task(_last_words(process))
+        try:
+            with suppress(GuestError):  # tar ended before its input did: its own words say why
+                async for data in self._stream(gnu):
+                    await process.write_stdin(data)
+                await process.close_stdin()
+            words = await listening
+            status = await process.wait()
+        except BaseException:
+            listening.cancel()
+            await end(process)
+            raise
+        if status != ExitStatus(code=0):
+            raise CopyFailed(f"tar in the sandbox failed: {words or describe(status)}")
+        return self.count
+
+    async def _stream(self, gnu: bool) -> AsyncIterator[bytes]:
+        batch = bytearray()
+        async for entry, name in self.entries():
+            # GNU tar leaves a directory that is there alone; others would give it the archive's mode.
+            if entry.member.isdir() and not gnu and await is_dir(self.agent, posixpath.join(self.directory, name)):
+                continue
+            batch += header(entry, name, self.wanted.owner, self.wanted.mode)
+            async for data in self.content(entry, padded=True):
+                batch += data
+                if len(batch) >= _BATCH:
+                    yield bytes(batch)
+                    batch.clear()
+        yield bytes(batch) + END
+
+    async def one_by_one(self) -> int:
+        """For images that have no tar."""
+        owner = f"{self.wanted.owner[0]}:{self.wanted.owner[1]}"
+        async for entry, name in self.entries():
+            path = posixpath.join(self.directory, name)
+            mode = self.wanted.mode if self.wanted.mode is not None else entry.member.mode
+            if entry.member.isdir():
+                if not await is_dir(self.agent, path):
+                    await self.agent.make_dir(path, owner, mode)
+            elif entry.member.isreg():
+                await self.agent.remove(path)
+                await self.agent.write_file(path, self.content(entry, padded=False), owner, mode)
+            else:
+                await _link(self.agent, entry, path, self.directory)
+        return self.count
+
+
+async def _last_words(process: Process) -> str:
+    """The first line of the last that a process said."""
+    said = b""
+    async for _, data in process.output():
+        said = (said + data)[-4096:]
+    lines = said.decode("utf-8", "replace").strip().splitlines()
+    return lines[0] if lines else ""
+
+
+async def _link(agent: Agent, entry: Picked, path: str, directory: str) -> None:
+    if entry.member.issym():
+        argv = ["ln", "-s", "-f", "-n", entry.member.linkname, path]
+    else:
+        argv = ["ln", "-f", posixpath.join(directory, entry.member.linkname), path]
+    try:
+        status, said = await output_of(agent, *argv)
+    except GuestError as error:
+        if error.code is not GuestErrorCode.NOT_FOUND:
+            raise
+        raise CopyFailed(f"'{entry.member.name}' is a link, and the image has neither tar nor ln to make it") from error
+    if status != ExitStatus(code=0):
+        raise CopyFailed(f"{shlex.join(argv)}: {said.decode('utf-8', 'replace').strip()}")
