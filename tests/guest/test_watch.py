@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandyard.errors import GuestError, GuestErrorCode
+from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest import LinkAgent, ProcessSpec, Watch, WatchEvent, WatchEventType
 from tests.guest.conftest import RunningAgent, collect, eventually
 
@@ -119,3 +119,14 @@ async def test_what_cannot_be_watched(agent: LinkAgent, tmp_path: Path) -> None:
         with pytest.raises(GuestError) as caught:
             await agent.watch(path)
         assert caught.value.code == code
+
+
+async def test_a_watch_whose_link_is_gone_is_not_silent(running: RunningAgent, tmp_path: Path) -> None:
+    agent = await running.connect()
+    watch = await agent.watch(str(tmp_path))
+    (tmp_path / "f").touch()
+    await agent.hello()
+    await agent.close()
+    assert [event.name for event in watch.pending()] == ["f", "f"]
+    with pytest.raises(AgentLinkError):
+        watch.pending()

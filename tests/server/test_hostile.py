@@ -16,10 +16,11 @@ from websockets.sync.client import connect as connect_websocket
 
 from sandyard.errors import BadRequest
 from sandyard.guest.base import ProcessSpec
-from sandyard.guest.memory import MemoryProcess
+from sandyard.guest.memory import MemoryAgent, MemoryProcess
 from sandyard.server import protocol
 from sandyard.server.app import BODY_LIMIT
-from sandyard.server.envd.connect import frame
+from sandyard.server.envd import sessions
+from sandyard.server.envd.connect import RpcError, frame
 from sandyard.server.envd.multipart import PART_LIMIT, MultipartReader
 from tests.server.conftest import LiveServer
 from tests.server.test_data_plane import Box
@@ -283,3 +284,76 @@ def test_a_client_that_leaves_a_full_stdin_leaves_no_request_behind(
     while server.app.manager.find(box.id).streams:
         assert time.monotonic() < deadline, "the request is still there"
         time.sleep(0.01)
+
+
+def stream_of_input(pid: int, count: int) -> Iterator[bytes]:
+    yield frame(json.dumps({"start": {"process": {"pid": pid}}}).encode())
+    for _ in range(count):
+        yield frame(json.dumps({"data": {"input": {"stdin": "aGkK"}}}).encode())
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_stream_into_a_full_stdin_holds_nothing_else_and_ends_with_its_client(
+    server: LiveServer, box: Box, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    async def full(self: MemoryProcess, data: bytes) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MemoryProcess, "write_stdin", full)
+    process = server.call(box.agent.spawn(ProcessSpec(argv=["cat"], stdin=True)))
+    body, kind = stream_of_input(process.pid, count), {"content-type": "application/connect+json"}
+    with pytest.raises(httpx.ReadTimeout):
+        box.http.post("/process.Process/StreamInput", content=body, headers=kind, timeout=0.3)
+    deadline = time.monotonic() + 5
+    while server.app.manager.find(box.id).streams:
+        assert time.monotonic() < deadline, "the request is still there"
+        time.sleep(0.01)
+    selector = {"process": {"pid": process.pid}, "signal": "SIGNAL_SIGKILL"}
+    assert box.http.post("/process.Process/SendSignal", json=selector).status_code == 200
+
+
+def test_a_stream_of_input_is_written_in_order_and_its_errors_are_told(server: LiveServer, box: Box) -> None:
+    process = server.call(box.agent.spawn(ProcessSpec(argv=["cat"], stdin=True)))
+    kind = {"content-type": "application/connect+json"}
+    url = "/process.Process/StreamInput"
+    reply = box.http.post(url, content=stream_of_input(process.pid, 3), headers=kind)
+    assert reply.content == frame(b"{}") + frame(b"{}", 2)
+    assert bytes(process._stdin) == b"hi\n" * 3  # type: ignore[attr-defined]
+    for wrong, code in (
+        (b"".join([*stream_of_input(process.pid, 1)][1:]), b"invalid_argument"),
+        (b"".join(stream_of_input(987654, 1)), b"not_found"),
+        (b"".join(stream_of_input(process.pid, 1))[:-1], b"invalid_argument"),
+    ):
+        assert code in box.http.post(url, content=wrong, headers=kind).content
+
+
+async def test_of_ended_processes_only_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "KEPT_ENDED", 3)
+    agent, kept = MemoryAgent(), sessions.Sessions()
+    pids = []
+    for _ in range(5):
+        process = await agent.spawn(ProcessSpec(["true", "x" * 100_000]))
+        session = kept.add(process, {"cmd": "true", "args": ["x" * 100_000]}, None)
+        session.start(kept)
+        assert (await session.subscribe().next())[1]
+        assert (session.config, session.ended is None) == ({}, False)
+        pids.append(process.pid)
+    for pid in pids[:2]:
+        with pytest.raises(RpcError, match="not found"):
+            await kept.find(agent, pid, "")
+    for pid in pids[2:]:
+        assert (await kept.find(agent, pid, "")).ended is not None
+        with pytest.raises(RpcError, match="has ended"):
+            await kept.find_running(agent, pid, "")
+
+
+def test_a_huge_command_is_not_kept_while_it_runs(box: Box) -> None:
+    config = {"cmd": "sleep", "args": ["30", "x" * 500_000], "envs": {"A": "y" * 500_000}}
+    body = json.dumps({"process": config, "stdin": False}).encode()
+    kind = {"content-type": "application/connect+json"}
+    with box.http.stream("POST", "/process.Process/Start", content=frame(body), headers=kind) as reply:
+        assert next(reply.iter_raw())
+        listed = box.http.post("/process.Process/List", json={}).json()["processes"]
+    assert [process["config"] for process in listed] == [{"cmd": "sleep", "args": ["..."]}]
+    tagged = frame(json.dumps({"process": {"cmd": "true"}, "tag": "t" * 1025}).encode())
+    assert b"invalid_argument" in box.http.post("/process.Process/Start", content=tagged, headers=kind).content

@@ -198,6 +198,8 @@ class LinkWatch(Watch):
 
     def pending(self) -> Sequence[WatchEvent]:
         self._read()
+        if not self._events and self._stream.error:
+            raise self._stream.error  # else a lost watch would look like one of a quiet directory
         events, self._events = self._events, []
         return events
 

@@ -8,6 +8,7 @@ import binascii
 import shlex
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest.base import ExitStatus, Process, ProcessSpec, PtySize
@@ -18,6 +19,9 @@ from sandyard.server.envd.sessions import DEADLINE, KEEPALIVE, Session, Subscrib
 from sandyard.server.web import ClientGone, decimal
 
 KEEPALIVE_SECONDS = 90.0
+READ_AHEAD = 4  # messages of a stream of input
+TAG_LIMIT = 1024
+SHOWN_CONFIG = 64 * 1024  # of a process's arguments and environment, in characters
 _SIGNALS = {"SIGNAL_SIGTERM": signal.SIGTERM, "SIGNAL_SIGKILL": signal.SIGKILL, "15": 15, "9": 9}
 
 
@@ -59,15 +63,40 @@ async def send_input(call: Call, message: Message) -> Message:
 
 
 async def stream_input(call: Call, messages: AsyncIterator[Message]) -> Message:
-    session: Session | None = None
+    """Ends with the stream, or with the client: the stream is read ahead while the process does not read."""
+    ahead: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=READ_AHEAD)
+    feeding = asyncio.ensure_future(_feed(call, ahead))
+    reading = asyncio.ensure_future(_read_ahead(call, messages, ahead))
+    try:
+        await asyncio.wait((feeding, reading), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        feeding.cancel()
+        reading.cancel()
+        results = await asyncio.gather(reading, feeding, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return {}
+
+
+async def _read_ahead(call: Call, messages: AsyncIterator[Message], ahead: asyncio.Queue[Message | None]) -> None:
+    """Raises what is wrong with the stream, or `ClientGone`; does not return."""
     async for message in messages:
+        await ahead.put(message)
+    await ahead.put(None)
+    await disconnected(call)
+    raise ClientGone
+
+
+async def _feed(call: Call, ahead: asyncio.Queue[Message | None]) -> None:
+    session: Session | None = None
+    while (message := await ahead.get()) is not None:
         if "start" in message:
             session = await _running(call, record(message, "start"))
         elif "data" in message:
             if session is None:
                 raise RpcError("invalid_argument", "the first message of the stream must be 'start'")
             await session.process.write_stdin(_input(record(message, "data")))
-    return {}
 
 
 async def send_signal(call: Call, message: Message) -> Message:
@@ -110,6 +139,9 @@ async def _spawn(call: Call, config: Message, message: Message) -> Session:
     command = text(config, "cmd")
     if not command:
         raise RpcError("invalid_argument", "process.cmd is missing")
+    tag = text(message, "tag") or None
+    if tag is not None and len(tag) > TAG_LIMIT:
+        raise RpcError("invalid_argument", f"tag is longer than {TAG_LIMIT} characters")
     user = call.user_name()
     try:
         process = await call.sandbox.agent.spawn(
@@ -124,10 +156,19 @@ async def _spawn(call: Call, config: Message, message: Message) -> Session:
         )
     except GuestError as error:
         raise _spawn_error(error, user, command) from error
-    tag = text(message, "tag") or None
+    on_exit = _logged(call.sandbox.log, process, user)
+    if _size(config) > SHOWN_CONFIG:  # it is kept as long as the process runs
+        config = {"cmd": command[:SHOWN_CONFIG], "args": ["..."]}
+        process.spec = replace(process.spec, argv=[command[:SHOWN_CONFIG]], env={})
     session = call.guest.sessions.add(process, config, tag)
-    session.on_exit = _logged(call.sandbox.log, process, user)
+    session.on_exit = on_exit
     return session
+
+
+def _size(config: Message) -> int:
+    strings = [text(config, "cmd"), text(config, "cwd"), *_strings(config, "args")]
+    envs = record(config, "envs")
+    return sum(map(len, strings)) + sum(len(name) + len(value) for name, value in envs.items())
 
 
 def _logged(log: SandboxLog, process: Process, user: str) -> Callable[[ExitStatus], None]:

@@ -3,15 +3,18 @@
 A process outlives the request that started it. Its output goes to whoever listens now and is not
 replayed. A single listener that does not read holds the process back; with several, one that does
 not read for `STALL_SECONDS` is cut off, so that it cannot hold up the others; with none, output is
-dropped. An ended process can be connected to for `KEPT_SECONDS` more.
+dropped. An ended process can be connected to for `KEPT_SECONDS` more; of the last `KEPT_ENDED` of
+them no more is held than how they ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import signal
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +30,7 @@ log = structlog.get_logger("sandyard.envd")
 QUEUE_BYTES = 256 * 1024
 STALL_SECONDS = 10.0
 KEPT_SECONDS = 30.0
+KEPT_ENDED = 512
 SIGKILL_SECONDS = 2.0
 LINK_GRACE_SECONDS = 1.0
 
@@ -122,9 +126,10 @@ class Session:
     """A process, its description as its starter gave it, and its listeners."""
 
     def __init__(self, process: Process, config: Mapping[str, Any], tag: str | None) -> None:
-        self.process = process
+        self.pid = process.pid
         self.config = config
         self.tag = tag
+        self._process: Process | None = process
         self.ended: bytes | None = None  # the frames that end a stream, once it has
         self.on_exit: Callable[[ExitStatus], None] = lambda _status: None
         self._subscribers: list[Subscriber] = []
@@ -133,8 +138,11 @@ class Session:
         self._killing: asyncio.Task[None] | None = None
 
     @property
-    def pid(self) -> int:
-        return self.process.pid
+    def process(self) -> Process:
+        """Raises `RpcError(not_found)` once it has ended."""
+        if self._process is None:
+            raise RpcError("not_found", f"process with pid {self.pid} has ended")
+        return self._process
 
     def start(self, sessions: Sessions, deadline: float | None = None) -> None:
         """Begin to read output. In `deadline` seconds the process is killed, whoever listens."""
@@ -171,24 +179,26 @@ class Session:
     async def _kill_expired(self) -> None:
         try:
             await self.kill()
-        except SandyardError as error:
+        except (SandyardError, RpcError) as error:
             log.info("nothing to kill at the deadline", pid=self.pid, error=str(error))
 
     async def kill(self) -> None:
         """SIGKILL to the whole tree; returns when the process is gone (or after two seconds)."""
-        await self.process.signal(signal.SIGKILL)
+        process = self.process
+        await process.signal(signal.SIGKILL)
         try:
             async with asyncio.timeout(SIGKILL_SECONDS):
-                await self.process.wait()
+                await process.wait()
         except TimeoutError:
             log.warning("a killed process has not gone yet", pid=self.pid)
 
     async def _pump(self, sessions: Sessions) -> None:
+        process = self.process
         try:
-            async for channel, data in self.process.output():
+            async for channel, data in process.output():
                 if self._subscribers:
                     await self._publish(data_frame(channel, data))
-            status = await self.process.wait()
+            status = await process.wait()
             self.on_exit(status)
             end = exit_frame(status, await sessions.oom(status)) + end_frame()
         except SandyardError as error:
@@ -198,6 +208,7 @@ class Session:
             sessions.forget(self)  # the process may well live: whoever asks next attaches to it anew
             end = end_frame(RpcError("unavailable", str(error)))
         self.ended = end
+        self._process, self.config = None, {}
         if self._timer is not None:
             self._timer.cancel()
         for subscriber in self._subscribers:
@@ -221,6 +232,7 @@ class Sessions:
 
     def __init__(self, memory: MemoryWatch | None = None) -> None:
         self._sessions: dict[int, Session] = {}
+        self._ended: deque[Session] = deque()
         self._memory = memory
 
     async def oom(self, status: ExitStatus) -> str | None:
@@ -235,7 +247,15 @@ class Sessions:
         return [session for session in self._sessions.values() if session.ended is None]
 
     def retire(self, session: Session) -> None:
-        asyncio.get_running_loop().call_later(KEPT_SECONDS, self.forget, session)
+        self._ended.append(session)
+        if len(self._ended) > KEPT_ENDED:
+            self.forget(self._ended.popleft())
+        asyncio.get_running_loop().call_later(KEPT_SECONDS, self._let_go, session)
+
+    def _let_go(self, session: Session) -> None:
+        with contextlib.suppress(ValueError):  # it gave its place to a later one
+            self._ended.remove(session)
+        self.forget(session)
 
     def abort(self) -> None:
         for session in self._sessions.values():
@@ -257,9 +277,9 @@ class Sessions:
         return session
 
     async def find_running(self, agent: Agent, pid: int, tag: str) -> Session:
+        """Like `find`, but an ended process is not found."""
         session = await self.find(agent, pid, tag)
-        if session.ended is not None:
-            raise RpcError("not_found", f"process with pid {session.pid} has ended")
+        _ = session.process
         return session
 
     def forget(self, session: Session) -> None:

@@ -61,6 +61,7 @@ async def create_watcher(call: Call, message: Message) -> Message:
 
 async def get_watcher_events(call: Call, message: Message) -> Message:
     watcher = call.guest.watchers.get(_watcher_id(message))
+    await call.sandbox.agent.hello()  # whatever happened before this call has arrived with the answer
     return {"events": [await _describe(call, watcher, event) for event in watcher.watch.pending()]}
 
 
