@@ -127,6 +127,6 @@ async def test_a_watch_whose_link_is_gone_is_not_silent(running: RunningAgent, t
     (tmp_path / "f").touch()
     await agent.hello()
     await agent.close()
-    assert [event.name for event in watch.pending()] == ["f", "f"]
+    assert {event.name for event in watch.pending()} == {"f"}
     with pytest.raises(AgentLinkError):
         watch.pending()
