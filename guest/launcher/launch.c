@@ -6,12 +6,13 @@
  *
  *   sandyard-launch --parent PID [--unmount DIR]...
  *                   [--clone TEMPLATE IMAGE] [--loop IMAGE DIR]
- *                   [--write FILE OWNER TEXT]... [--lower DIR]... --overlay UPPER WORK DIR
+ *                   [--write FILE OWNER TEXT]... [--renew WORK]
+ *                   [--lower DIR | --layer IMAGE DIR]... --overlay UPPER WORK DIR
  *                   [--fd N] -- ENGINE ARG...
- *   sandyard-launch --bound-user INSTANCES WATCHES < STATE   (a hook, see bound.c)
+ *   sandyard-launch --finish INSTANCES WATCHES BOOT_ID ROOTFS < STATE   (a hook, see bound.c)
  *
- * Steps run in the order they are given; the topmost `--lower` comes first. `--fd N` becomes descriptor 3 of the engine. Errors are
- * one line on stderr, "STEP: what: why", exit status 125.
+ * Steps run in the order they are given; the topmost of `--lower` and `--layer` comes first. `--fd N`
+ * becomes descriptor 3 of the engine. Errors are one line on stderr, "STEP: what: why", exit status 125.
  */
 #include "launch.h"
 
@@ -92,7 +93,7 @@ static int arity(const char *option)
 {
     static const struct { const char *name; int words; } table[] = {
         {"--parent", 1}, {"--unmount", 1}, {"--clone", 2}, {"--loop", 2},
-        {"--write", 3}, {"--lower", 1}, {"--overlay", 3}, {"--fd", 1},
+        {"--write", 3}, {"--renew", 1}, {"--lower", 1}, {"--layer", 2}, {"--overlay", 3}, {"--fd", 1},
     };
     for (size_t i = 0; i < sizeof table / sizeof *table; i++)
         if (strcmp(option, table[i].name) == 0)
@@ -103,8 +104,8 @@ static int arity(const char *option)
 int main(int argc, char **argv)
 {
     int fd = -1, at = 1, is_private = 0;
-    if (argc == 4 && strcmp(argv[1], "--bound-user") == 0)
-        return bound_user(argv[2], argv[3]);
+    if (argc == 6 && strcmp(argv[1], "--finish") == 0)
+        return finish_sandbox(argv[2], argv[3], argv[4], argv[5]);
     while (at < argc && strcmp(argv[at], "--") != 0) {
         const char *option = argv[at];
         char **word = argv + at + 1;
@@ -114,7 +115,7 @@ int main(int argc, char **argv)
             fail("arguments", option);
         }
         int mounts = strcmp(option, "--unmount") == 0 || strcmp(option, "--loop") == 0 ||
-                     strcmp(option, "--overlay") == 0;
+                     strcmp(option, "--layer") == 0 || strcmp(option, "--overlay") == 0;
         if (mounts && !is_private) {
             private_mounts();
             is_private = 1;
@@ -130,8 +131,12 @@ int main(int argc, char **argv)
             mount_image(word[0], word[1]);
         else if (strcmp(option, "--write") == 0)
             write_new(word[0], word[1], word[2]);
+        else if (strcmp(option, "--renew") == 0)
+            renew_work(word[0]);
         else if (strcmp(option, "--lower") == 0)
             add_lower(word[0]);
+        else if (strcmp(option, "--layer") == 0)
+            add_layer(word[0], word[1]);
         else if (strcmp(option, "--overlay") == 0)
             mount_overlay(word[0], word[1], word[2]);
         else

@@ -32,6 +32,30 @@ void add_lower(const char *layer)
     }
 }
 
+void add_layer(const char *layer, const char *where)
+{
+    char upper[4096];
+    mount_layer(layer, where);
+    if (snprintf(upper, sizeof upper, "%s/upper", where) >= (int)sizeof upper) {
+        errno = ENAMETOOLONG;
+        fail("rootfs", where);
+    }
+    add_lower(upper); /* the next layer may cover it: its descriptor stays */
+}
+
+/* A disk that was in use before: the kernel refuses a work directory which a volatile mount has left. */
+void renew_work(const char *work)
+{
+    static const char *const marks[] = {"work/incompat/volatile/dirty", "work/incompat/volatile", "work/incompat"};
+    int fd = open(work, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0)
+        fail("rootfs", work);
+    for (size_t i = 0; i < sizeof marks / sizeof *marks; i++)
+        if (unlinkat(fd, marks[i], i ? AT_REMOVEDIR : 0) != 0 && errno != ENOENT)
+            fail("rootfs", marks[i]);
+    close(fd);
+}
+
 /* Volatile: what a sandbox syncs need not survive the host, and a flood of fsync must not reach the
  * host's disk. */
 void mount_overlay(const char *upper, const char *work, const char *where)

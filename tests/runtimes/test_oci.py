@@ -30,15 +30,17 @@ def made() -> dict[str, Any]:
         rootfs=Path("/mnt/rootfs"),
         agent=Path("/agent"),
         launcher=Path("/launch"),
+        boot_id=Path("/run/box/boot_id"),
         cgroup="/mine/box",
         uid_base=100000,
         swap_limit=True,
     )
 
 
-def test_each_sandbox_has_its_own_limit_of_what_is_charged_to_root() -> None:
+def test_each_sandbox_has_its_own_boot_id_and_limit_of_what_is_charged_to_root() -> None:
     (hook,) = made()["hooks"]["createRuntime"]
-    assert hook["args"][1:] == ["--bound-user", str(INOTIFY_INSTANCES), str(INOTIFY_WATCHES)]
+    bounds = [str(INOTIFY_INSTANCES), str(INOTIFY_WATCHES)]
+    assert hook["args"][1:] == ["--finish", *bounds, "/run/box/boot_id", "/mnt/rootfs"]
 
 
 def test_host_limits_are_raised_and_never_lowered(tmp_path: Path) -> None:

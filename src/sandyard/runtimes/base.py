@@ -14,6 +14,9 @@ from pathlib import Path
 from sandyard.errors import DeathReason, Unsupported
 from sandyard.guest.base import Agent
 
+MAX_LAYERS = 64
+"""How many layers a root file system may have: each costs a mount at every start."""
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -84,9 +87,10 @@ class Probe:
 
 
 class Instance(ABC):
-    """A live sandbox of a runtime."""
+    """A live sandbox of a runtime. `paused`: it stands still, also since an earlier process of ours."""
 
     spec: SandboxSpec
+    paused: bool = False
 
     @property
     @abstractmethod

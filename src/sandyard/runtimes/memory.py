@@ -1,24 +1,40 @@
-"""A runtime without sandboxes: the in-memory twin, for tests of what stands on a runtime."""
+"""A runtime without sandboxes: the in-memory twin, for tests of what stands on a runtime.
+
+A layer that it commits is a JSON file of every file its agent has.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+import os
+import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from sandyard.errors import AgentLinkError, CreateFailed, DeathReason
-from sandyard.guest.base import Agent
+from sandyard.errors import AgentLinkError, CreateFailed, DeathReason, SandboxError, Unsupported
+from sandyard.guest.base import Agent, FileType
 from sandyard.guest.memory import MemoryAgent
-from sandyard.runtimes.base import Capabilities, Death, Instance, Probe, Runtime, SandboxSpec, Usage
+from sandyard.runtimes.base import MAX_LAYERS, Capabilities, Death, Instance, Probe, Runtime, SandboxSpec, Usage
+
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_DEPTH = 64  # of directories
 
 
 class MemoryInstance(Instance):
     def __init__(self, spec: SandboxSpec, agent: Agent) -> None:
         self.spec = spec
+        self.paused = False
         self._agent = agent
         self._death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
 
     @property
     def agent(self) -> Agent:
+        """Refuses while paused, where a real one would keep silent: a test is not to hang."""
+        if self.paused:
+            raise AgentLinkError(f"sandbox {self.spec.sandbox_id} is paused")
         return self._agent
 
     async def wait_dead(self) -> Death:
@@ -30,46 +46,137 @@ class MemoryInstance(Instance):
         pids = 1 + len(await self._agent.processes())
         return Usage(memory_bytes=0, memory_cache_bytes=0, cpu_seconds=0.0, disk_bytes=0, pids=pids, oom_kills=0)
 
+    async def pause(self) -> None:
+        self._check_alive()
+        self.paused = True
+
+    async def resume(self) -> None:
+        self._check_alive()
+        self.paused = False
+
+    async def commit(self, target: Path) -> int:
+        self._check_alive()
+        if len(self.spec.rootfs.layers) >= MAX_LAYERS:
+            raise Unsupported(f"sandbox {self.spec.sandbox_id} stands on {MAX_LAYERS} layers already")
+        return await asyncio.to_thread(_write, target, json.dumps(await self.files()).encode())
+
+    async def files(self) -> list[dict[str, Any]]:
+        """Everything the agent has below `/`, parents first."""
+        found = []
+        for info in await self._agent.list_dir("/", _DEPTH):
+            if info.path.startswith("/proc"):
+                continue
+            data = b""
+            if info.type is FileType.FILE:
+                data = b"".join([chunk async for chunk in self._agent.read_file(info.path)])
+            kept = {"path": info.path, "mode": info.mode, "uid": info.uid, "metadata": dict(info.metadata)}
+            found.append({**kept, "type": info.type.value, "data": base64.b64encode(data).decode()})
+        return found
+
     async def die(self, reason: DeathReason, detail: str = "") -> None:
         """End as if the sandbox had died of `reason`: for tests of what then happens."""
         if not self._death.done():
             self._death.set_result(Death(reason, detail))
         await self._agent.close()
 
+    def _check_alive(self) -> None:
+        if self._death.done():
+            raise SandboxError(f"sandbox {self.spec.sandbox_id} is dead")
+
 
 class MemoryRuntime(Runtime):
-    """`make_agent` gives each sandbox its agent. `fail_next` makes the next creates fail."""
+    """`make_agent` gives each sandbox its agent. `fail_next` makes the next creates and boots fail."""
 
     name = "memory"
-    capabilities = Capabilities()
+    capabilities = Capabilities(pause_keeps_memory=True, file_snapshot=True, halt=True)
 
     def __init__(self, make_agent: Callable[[], Agent] = MemoryAgent) -> None:
         self.instances: dict[str, MemoryInstance] = {}
         self.fail_next: list[CreateFailed] = []
         self._make_agent = make_agent
+        self._halted: dict[str, list[dict[str, Any]]] = {}
 
     async def probe(self) -> Probe:
         return Probe(True, "in memory: nothing is isolated")
 
     async def create(self, spec: SandboxSpec) -> Instance:
+        if spec.sandbox_id in self.instances or spec.sandbox_id in self._halted:
+            raise CreateFailed("spec", f"sandbox {spec.sandbox_id} exists already")
+        committed = [layer for layer in spec.rootfs.layers if layer.is_file()]
+        return await self._make(spec, _read(committed[0]) if committed else [])
+
+    async def _make(self, spec: SandboxSpec, files: Sequence[dict[str, Any]]) -> Instance:
         if self.fail_next:
             raise self.fail_next.pop(0)
-        if spec.sandbox_id in self.instances:
-            raise CreateFailed("spec", f"sandbox {spec.sandbox_id} exists already")
-        instance = MemoryInstance(spec, self._make_agent())
-        self.instances[spec.sandbox_id] = instance
+        agent = self._make_agent()
+        instance = self.instances[spec.sandbox_id] = MemoryInstance(spec, agent)
+        await _fill(agent, files)
         return instance
 
     async def list(self) -> Sequence[str]:
-        return sorted(self.instances)
+        return sorted({*self.instances, *self._halted})
 
     async def adopt(self, sandbox_id: str) -> Instance | None:
         return self.instances.get(sandbox_id)
 
+    async def halt(self, sandbox_id: str) -> None:
+        if sandbox_id in self._halted:
+            return
+        instance = self.instances.get(sandbox_id)
+        if instance is None:
+            raise SandboxError(f"sandbox {sandbox_id} cannot be halted: it does not live")
+        self._halted[sandbox_id] = await instance.files()
+        self.instances.pop(sandbox_id)
+        await instance.die(DeathReason.KILLED)
+
+    async def halted(self) -> Sequence[str]:
+        return sorted(self._halted)
+
+    async def boot(self, spec: SandboxSpec) -> Instance:
+        files = self._halted.get(spec.sandbox_id)
+        if files is None:
+            raise CreateFailed("disk", f"sandbox {spec.sandbox_id} is not halted")
+        instance = await self._make(spec, files)
+        self._halted.pop(spec.sandbox_id)
+        return instance
+
     async def destroy(self, sandbox_id: str) -> None:
+        self._halted.pop(sandbox_id, None)
         instance = self.instances.pop(sandbox_id, None)
         if instance is not None:
             await instance.die(DeathReason.KILLED)
 
     async def close(self) -> None:
         """Sandboxes of memory live as long as this object."""
+
+
+def _write(target: Path, content: bytes) -> int:
+    try:
+        with open(target, "xb") as file:
+            return file.write(content)
+    except OSError as error:
+        raise SandboxError(f"commit to {target}: {error.strerror}") from error
+
+
+def _read(layer: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(layer.read_bytes())
+    return found
+
+
+async def _fill(agent: Agent, files: Sequence[dict[str, Any]]) -> None:
+    """Give a fresh agent its files, and a boot id."""
+    if not isinstance(agent, MemoryAgent):
+        return  # a test's own, which has nothing to be filled
+    known = {info.path for info in await agent.list_dir("/", _DEPTH)}
+    for each in files:
+        owner = str(each["uid"])
+        if each["type"] == FileType.DIRECTORY.value:
+            if each["path"] not in known:
+                await agent.make_dir(each["path"], owner, each["mode"])
+        else:
+            data = base64.b64decode(each["data"])
+            await agent.write_file(each["path"], data, owner, each["mode"], each["metadata"])
+    kept = {each["path"] for each in files}
+    for path in known - kept if files else ():
+        await agent.remove(path)
+    await agent.write_file(BOOT_ID, os.fsencode(f"{uuid.uuid4()}\n"), mode=0o444)

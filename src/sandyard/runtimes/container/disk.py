@@ -61,6 +61,10 @@ class Disks:
         except OSError as error:
             raise CreateFailed("disk", str(error)) from error
 
+    def kind(self, sandbox_id: str) -> DiskKind:
+        """Which kind of disk a sandbox has that was made before."""
+        return "loop" if (self.store / sandbox_id / "disk.img").exists() else "none"
+
     def blank(self, size_mb: int) -> Path:
         """The empty image for `size_mb`, made on first use. Blocking; `CreateFailed("disk")`."""
         total = size_mb + size_mb // 24 + 4  # inodes and bitmaps are on top of what was promised
@@ -79,7 +83,7 @@ class Disks:
         try:
             return (home / "disk.img").stat().st_blocks * 512
         except FileNotFoundError:
-            return _tree_bytes(home / "upper")
+            return tree_bytes(home / "upper")
 
     def ids(self) -> set[str]:
         return {entry.name for entry in os.scandir(self.store)} if self.store.is_dir() else set()
@@ -154,7 +158,7 @@ def _skeleton(home: Path, uid: int) -> None:
     (home / "work").mkdir()
 
 
-def _tree_bytes(root: Path) -> int:
+def tree_bytes(root: Path) -> int:
     """Allocated bytes below `root`, read through directory descriptors: no symlink is followed."""
     total = 0
     if root.is_dir():

@@ -6,24 +6,29 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sandyard.errors import AgentLinkError, DeathReason
 from sandyard.guest.base import Agent
 from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
-from sandyard.runtimes.container.cgroups import Cgroups
-from sandyard.runtimes.container.disk import Disks
+
+if TYPE_CHECKING:
+    from sandyard.runtimes.container.runtime import ContainerRuntime
 
 
 class ContainerInstance(Instance):
     """Owns the pidfd of PID 1. Made on the running event loop; `release` gives everything back."""
 
-    def __init__(self, spec: SandboxSpec, pid: int, pidfd: int, *, cgroups: Cgroups, disks: Disks) -> None:
+    def __init__(self, spec: SandboxSpec, pid: int, pidfd: int, runtime: ContainerRuntime) -> None:
         self.spec = spec
         self.pid = pid
+        self.paused = False
         self._agent: Agent | None = None
         self._pidfd = pidfd
-        self._cgroups = cgroups
-        self._disks = disks
+        self._runtime = runtime
+        self._cgroups = runtime.cgroups
+        self._disks = runtime.disks
         self._killed = False
         self._loop = asyncio.get_running_loop()
         self._death: asyncio.Future[Death] = self._loop.create_future()
@@ -55,6 +60,19 @@ class ContainerInstance(Instance):
             pids=counters.pids,
             oom_kills=counters.oom_kills,
         )
+
+    @property
+    def linked(self) -> bool:
+        return self._agent is not None
+
+    async def pause(self) -> None:
+        await self._runtime.pause(self)
+
+    async def resume(self) -> None:
+        await self._runtime.resume(self)
+
+    async def commit(self, target: Path) -> int:
+        return await self._runtime.commit(self, target)
 
     def kill(self) -> None:
         """Kill PID 1; the kernel kills the rest of its pid namespace before it reports the death."""

@@ -55,6 +55,7 @@ class Start:
     disk_home: Path
     disk: DiskKind
     clone: Sequence[str]  # the launcher's arguments that make the disk's image
+    used: bool  # the disk is one that a sandbox has had before
     spec: SandboxSpec
     uid_base: int
 
@@ -67,10 +68,13 @@ class Start:
         steps += self.clone
         if self.disk == "loop":
             steps += ["--loop", str(self.disk_home / "disk.img"), str(disk)]
-        for name, text in _etc_files(self.spec.hostname).items():
-            steps += ["--write", str(disk / "upper" / "etc" / name), str(self.uid_base), text]
+        if self.used:
+            steps += ["--renew", str(disk / "work")]
+        else:
+            for name, text in _etc_files(self.spec.hostname).items():
+                steps += ["--write", str(disk / "upper" / "etc" / name), str(self.uid_base), text]
         for layer in self.spec.rootfs.layers:
-            steps += ["--lower", str(layer)]
+            steps += ["--lower", str(layer)] if layer.is_dir() else ["--layer", str(layer), str(self.mounts / "layer")]
         steps += ["--overlay", str(disk / "upper"), str(disk / "work"), str(rootfs), "--fd", str(descriptor)]
         return [str(launcher_binary()), *steps, "--", *self._engine_command()]
 

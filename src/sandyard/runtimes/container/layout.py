@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -73,7 +74,7 @@ class Layout:
         base = self.run / "mnt"
         if not all(parent.stat().st_mode & 0o001 for parent in (self.run, *self.run.resolve().parents)):
             base = FALLBACK_MOUNTS
-        for path in (base, base / "disk", base / "rootfs"):
+        for path in (base, base / "disk", base / "layer", base / "rootfs"):
             path.mkdir(mode=0o711, parents=True, exist_ok=True)
         return base
 
@@ -99,6 +100,14 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def new_boot_id(home: Path) -> Path:
+    """Make the boot id of a sandbox that is about to start: a file that is mounted over the host's."""
+    path = home / "boot_id"
+    path.write_text(f"{uuid.uuid4()}\n")
+    path.chmod(0o444)
+    return path
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace `path` atomically."""
     scratch = path.with_name(f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
@@ -115,17 +124,33 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def save_record(home: Path, spec: SandboxSpec) -> None:
-    """Write what `adopt` needs, before the engine starts."""
+def encode_spec(spec: SandboxSpec) -> dict[str, Any]:
+    """A record of `spec`, which also says during which boot of the host it was written."""
     rootfs = {**asdict(spec.rootfs), "layers": [str(layer) for layer in spec.rootfs.layers]}
-    record = {
+    return {
         "boot_id": boot_id(),
         "sandbox_id": spec.sandbox_id,
         "hostname": spec.hostname,
         "resources": asdict(spec.resources),
         "rootfs": rootfs,
+        "network": str(spec.network) if spec.network is not None else None,
     }
-    write_json(home / "state.json", record)
+
+
+def decode_spec(record: Mapping[str, Any]) -> SandboxSpec:
+    rootfs = record["rootfs"]
+    return SandboxSpec(
+        sandbox_id=record["sandbox_id"],
+        rootfs=Rootfs(**{**rootfs, "layers": [Path(layer) for layer in rootfs["layers"]]}),
+        resources=Resources(**record["resources"]),
+        hostname=record["hostname"],
+        network=Path(record["network"]) if record["network"] is not None else None,
+    )
+
+
+def save_record(home: Path, spec: SandboxSpec) -> None:
+    """Write what `adopt` needs, before the engine starts."""
+    write_json(home / "state.json", encode_spec(spec))
 
 
 def load_record(home: Path) -> SandboxSpec | None:
@@ -133,13 +158,7 @@ def load_record(home: Path) -> SandboxSpec | None:
     record = read_json(home / "state.json")
     if record is None or record["boot_id"] != boot_id():
         return None
-    rootfs = record["rootfs"]
-    return SandboxSpec(
-        sandbox_id=record["sandbox_id"],
-        rootfs=Rootfs(**{**rootfs, "layers": [Path(layer) for layer in rootfs["layers"]]}),
-        resources=Resources(**record["resources"]),
-        hostname=record["hostname"],
-    )
+    return decode_spec(record)
 
 
 def engine_pid(home: Path) -> int | None:

@@ -41,6 +41,7 @@ def configuration(
     rootfs: Path,
     agent: Path,
     launcher: Path,
+    boot_id: Path,
     cgroup: str,
     uid_base: int,
     swap_limit: bool,
@@ -48,9 +49,9 @@ def configuration(
     """Build `config.json`.
 
     `rootfs` is where the launcher mounts the root file system, `agent` the program that becomes
-    PID 1, `launcher` the host-side program that is a hook too, `cgroup` the path below each
-    controller's root, `swap_limit` whether the host can limit swap (a kernel without swap
-    accounting refuses the file).
+    PID 1, `launcher` the host-side program that is a hook too, `boot_id` a file with what the sandbox
+    sees as its boot id, `cgroup` the path below each controller's root, `swap_limit` whether the host
+    can limit swap (a kernel without swap accounting refuses the file).
     """
     return {
         "ociVersion": "1.0.2",
@@ -77,15 +78,13 @@ def configuration(
             "maskedPaths": MASKED,
             "readonlyPaths": READONLY,
         },
-        "hooks": {"createRuntime": [_bound_user(launcher)]},
+        "hooks": {"createRuntime": [_finish(launcher, boot_id, rootfs)]},
     }
 
 
-def _bound_user(launcher: Path) -> dict[str, Any]:
-    return {
-        "path": str(launcher),
-        "args": [launcher.name, "--bound-user", str(INOTIFY_INSTANCES), str(INOTIFY_WATCHES)],
-    }
+def _finish(launcher: Path, boot_id: Path, rootfs: Path) -> dict[str, Any]:
+    bounds = (str(INOTIFY_INSTANCES), str(INOTIFY_WATCHES))
+    return {"path": str(launcher), "args": [launcher.name, "--finish", *bounds, str(boot_id), str(rootfs)]}
 
 
 def limits(resources: Resources, *, swap_limit: bool) -> dict[str, Any]:

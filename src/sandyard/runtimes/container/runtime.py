@@ -6,21 +6,25 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from sandyard.config import Settings
-from sandyard.errors import AgentLinkError, CreateFailed, HostError, SandboxError, SandyardError
+from sandyard.errors import AgentLinkError, CreateFailed, HostError, SandboxError, SandyardError, Unsupported
 from sandyard.guest import agent_binary
 from sandyard.guest.base import Agent
 from sandyard.guest.client import open_agent
-from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
+from sandyard.runtimes.base import MAX_LAYERS, Capabilities, Instance, Probe, Runtime, SandboxSpec
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.choice import Choice, Chooser
+from sandyard.runtimes.container.commit import commit
 from sandyard.runtimes.container.disk import Disks
+from sandyard.runtimes.container.halts import Halts
 from sandyard.runtimes.container.instance import ContainerInstance
 from sandyard.runtimes.container.launch import Start, launcher_binary, start, stop_making
 from sandyard.runtimes.container.layout import (
@@ -28,6 +32,7 @@ from sandyard.runtimes.container.layout import (
     engine_pid,
     install_agent,
     load_record,
+    new_boot_id,
     remove_tree,
     save_record,
     write_json,
@@ -37,6 +42,8 @@ from sandyard.runtimes.container.shared import raise_host_limits
 
 AGENT_TIMEOUT = 10.0
 DESTROY_TIMEOUT = 10.0
+HALT_TIMEOUT = 30.0  # its dirty pages go to the host's disk
+FREEZE_TIMEOUT = 5.0
 _STARTS_PER_CORE = 4  # most of a start is waiting for the kernel
 _ID = re.compile(r"[a-z0-9]{1,40}")
 _Result = TypeVar("_Result")
@@ -54,7 +61,10 @@ class ContainerRuntime(Runtime):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.layout = Layout(settings.paths.run.absolute(), settings.paths.state.absolute())
-        self.capabilities = Capabilities(hard_disk_limit=settings.container.disk != "none")
+        self.capabilities = Capabilities(
+            pause_keeps_memory=True, file_snapshot=True, halt=True, hard_disk_limit=settings.container.disk != "none"
+        )
+        self.halts = Halts(self.layout.disks)
         self.disks = Disks(self.layout.disks, self.layout.blanks, settings.container.uid_base)
         self.starts_at_once = settings.sandbox.start_concurrency or _STARTS_PER_CORE * (os.cpu_count() or 1)
         self._slots = asyncio.Semaphore(self.starts_at_once)
@@ -97,7 +107,11 @@ class ContainerRuntime(Runtime):
                 await self.in_thread(self.cgroups.prepare)
                 await self.in_thread(raise_host_limits)
                 self._choice = await Chooser(self).choose(again=again)
-                self.capabilities = Capabilities(hard_disk_limit=self._choice.disk == "loop")
+                self.capabilities = replace(
+                    self.capabilities,
+                    pause_keeps_memory=self.cgroups.freezer,
+                    hard_disk_limit=self._choice.disk == "loop",
+                )
             return self._choice
 
     async def create(self, spec: SandboxSpec) -> Instance:
@@ -111,14 +125,12 @@ class ContainerRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         if not _ID.fullmatch(sandbox_id):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
-        for layer in spec.rootfs.layers:
-            if not layer.is_dir():
-                raise CreateFailed("rootfs", f"layer {layer} is not a directory")
+        _check_layers(spec)
         async with self._slots, self._lock(sandbox_id):
             if sandbox_id in self._instances or self.layout.home(sandbox_id).exists():
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
-                await self.in_thread(self._start, choice, spec)
+                await self.in_thread(self._start, choice, spec, False)
                 instance = await self._connect(spec)
             except BaseException as error:
                 await finish(self._remove(sandbox_id))
@@ -132,19 +144,100 @@ class ContainerRuntime(Runtime):
         return await self.in_thread(lambda: sorted(self._ids()))
 
     async def adopt(self, sandbox_id: str) -> Instance | None:
-        """Also gives a sandbox of this process a new link, in place of one that broke."""
+        """Also gives a sandbox of this process a new link, in place of one that broke. A paused one gets its
+        link when it is resumed."""
         async with self._lock(sandbox_id):
             known = self._instances.get(sandbox_id)
             spec = known.spec if known else load_record(self.layout.home(sandbox_id))
-            if spec is None:
+            if spec is None or self.halts.get(sandbox_id) is not None:
                 return None
             try:
                 if known:
-                    await self._answer(known)
+                    if not known.paused:
+                        await self._answer(known)
                     return known
-                instance = await self._connect(spec)
+                if await self.in_thread(self.cgroups.frozen, sandbox_id):
+                    instance = self._hold(spec)
+                    instance.paused = True
+                else:
+                    instance = await self._connect(spec)
             except SandboxError:
                 return None  # it does not live, or its agent does not answer: for `destroy`
+            self._instances[sandbox_id] = instance
+            return instance
+
+    async def pause(self, instance: ContainerInstance) -> None:
+        """`Instance.pause`."""
+        if not self.cgroups.freezer:
+            raise Unsupported("this host mounts no freezer control group: a sandbox cannot be paused with its memory")
+        async with self._lock(instance.spec.sandbox_id):
+            if not instance.paused:
+                await self.in_thread(self.cgroups.freeze, instance.spec.sandbox_id, FREEZE_TIMEOUT)
+                instance.paused = True
+
+    async def resume(self, instance: ContainerInstance) -> None:
+        """`Instance.resume`."""
+        async with self._lock(instance.spec.sandbox_id):
+            await self.in_thread(self.cgroups.thaw, instance.spec.sandbox_id)
+            instance.paused = False
+            if not instance.linked:
+                await self._answer(instance)
+
+    async def commit(self, instance: ContainerInstance, target: Path) -> int:
+        """`Instance.commit`."""
+        spec = instance.spec
+        if len(spec.rootfs.layers) >= MAX_LAYERS:
+            raise Unsupported(f"sandbox {spec.sandbox_id} stands on {MAX_LAYERS} layers already; no more can be added")
+        async with self._lock(spec.sandbox_id):
+
+            @contextmanager
+            def stand_still() -> Iterator[None]:
+                if not instance.paused:
+                    self.cgroups.freeze(spec.sandbox_id, FREEZE_TIMEOUT)
+                try:
+                    yield
+                finally:
+                    if not instance.paused:
+                        self.cgroups.thaw(spec.sandbox_id)
+
+            return await self.in_thread(commit, self.layout.disks / spec.sandbox_id, target, stand_still)
+
+    async def halt(self, sandbox_id: str) -> None:
+        async with self._lock(sandbox_id):
+            halt = self.halts.get(sandbox_id)
+            if halt is not None and halt.complete:
+                return
+            known = self._instances.get(sandbox_id)
+            spec = known.spec if known else halt.spec if halt else load_record(self.layout.home(sandbox_id))
+            if spec is None:
+                raise SandboxError(f"sandbox {sandbox_id} cannot be halted: it does not live")
+            await finish(self._halt(spec))
+
+    async def halted(self) -> Sequence[str]:
+        return await self.in_thread(self.halts.ids)
+
+    async def boot(self, spec: SandboxSpec) -> Instance:
+        sandbox_id = spec.sandbox_id
+        _check_layers(spec)
+        try:
+            choice = await self.choose()
+        except HostError as error:
+            raise CreateFailed("host", error.message, remedy=error.remedy) from error
+        async with self._slots, self._lock(sandbox_id):
+            halt = self.halts.get(sandbox_id)
+            if halt is None:
+                raise CreateFailed("disk", f"sandbox {sandbox_id} is not halted")
+            if not halt.complete:
+                await finish(self._halt(halt.spec))
+            try:
+                await self.in_thread(self._start, replace(choice, disk=self.disks.kind(sandbox_id)), spec, True)
+                instance = await self._connect(spec)
+                await self.in_thread(self.halts.forget, sandbox_id)
+            except BaseException as error:
+                await finish(self._halt(spec))
+                if isinstance(error, OSError) and not isinstance(error, SandyardError):
+                    raise CreateFailed("files", str(error)) from error
+                raise
             self._instances[sandbox_id] = instance
             return instance
 
@@ -177,18 +270,20 @@ class ContainerRuntime(Runtime):
                 found.update(entry.name for entry in os.scandir(parent))
         return {name for name in found if _ID.fullmatch(name)}
 
-    def _start(self, choice: Choice, spec: SandboxSpec) -> None:
+    def _start(self, choice: Choice, spec: SandboxSpec, used: bool) -> None:
+        """`used`: on the disk it had before."""
         home = self.layout.home(spec.sandbox_id)
         uid_base = self.settings.container.uid_base
         home.mkdir(mode=0o700)
         save_record(home, spec)
-        clone = self.disks.prepare(choice.disk, spec.sandbox_id, spec.resources.disk_mb)
+        clone = [] if used else self.disks.prepare(choice.disk, spec.sandbox_id, spec.resources.disk_mb)
         mounts = self.layout.mounts()
         config = configuration(
             spec,
             rootfs=mounts / "rootfs",
             agent=install_agent(agent_binary(), mounts),
             launcher=launcher_binary(),
+            boot_id=new_boot_id(home),
             cgroup=self.cgroups.engine_path(spec.sandbox_id),
             uid_base=uid_base,
             swap_limit=self.cgroups.swap_limit,
@@ -203,6 +298,7 @@ class ContainerRuntime(Runtime):
             disk_home=self.layout.disks / spec.sandbox_id,
             disk=choice.disk,
             clone=clone,
+            used=used,
             spec=spec,
             uid_base=uid_base,
         )
@@ -252,20 +348,45 @@ class ContainerRuntime(Runtime):
         if not self.cgroups.holds(spec.sandbox_id, pid):
             os.close(pidfd)
             raise CreateFailed("agent", f"process {pid} is not of sandbox {spec.sandbox_id}")
-        return ContainerInstance(spec, pid, pidfd, cgroups=self.cgroups, disks=self.disks)
+        return ContainerInstance(spec, pid, pidfd, self)
 
     async def _remove(self, sandbox_id: str) -> None:
         deadline = time.monotonic() + DESTROY_TIMEOUT
-        instance = self._instances.get(sandbox_id)
-        if instance is not None:
-            instance.kill()
-            with suppress(TimeoutError):  # `_purge` kills harder, and says what stays
-                await asyncio.wait_for(instance.wait_dead(), DESTROY_TIMEOUT / 2)
-            await instance.release()
-        else:
-            await self.in_thread(stop_making, self.layout.home(sandbox_id), deadline)
+        await self._end(sandbox_id, deadline)
         await self.in_thread(self._purge, sandbox_id, deadline)
         self._instances.pop(sandbox_id, None)
+
+    async def _halt(self, spec: SandboxSpec) -> None:
+        """End the processes and keep the disk; the record says from the start where this leads."""
+        sandbox_id, deadline = spec.sandbox_id, time.monotonic() + HALT_TIMEOUT
+        await self.in_thread(self.halts.begin, spec)
+        await self._end(sandbox_id, deadline)
+        await self.in_thread(self._clear, sandbox_id, deadline)
+        await self.in_thread(self.halts.complete, spec, deadline)
+        self._instances.pop(sandbox_id, None)
+
+    async def _end(self, sandbox_id: str, deadline: float) -> None:
+        """Kill PID 1, or whoever still makes it, and let go of it."""
+        instance = self._instances.get(sandbox_id)
+        if instance is None:
+            await self.in_thread(stop_making, self.layout.home(sandbox_id), deadline)
+            return
+        instance.kill()
+        if instance.paused:  # it dies when it is thawed, with all its processes told to die before
+            await self.in_thread(self.cgroups.kill, sandbox_id, deadline)
+        with suppress(TimeoutError):  # `_clear` kills harder, and says what stays
+            await asyncio.wait_for(instance.wait_dead(), DESTROY_TIMEOUT / 2)
+        await instance.release()
+
+    def _clear(self, sandbox_id: str, deadline: float) -> None:
+        """Remove all but the disk from the host, whatever step it stopped at. Blocking; the record goes last."""
+        self.cgroups.kill(sandbox_id, deadline)
+        self.cgroups.remove(sandbox_id, deadline)
+        try:
+            remove_tree(self.layout.engine / sandbox_id)
+            remove_tree(self.layout.home(sandbox_id))
+        except OSError as error:
+            raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
 
     def _purge(self, sandbox_id: str, deadline: float) -> None:
         """Remove what is on the host, whatever step it stopped at. Blocking; the record goes last."""
@@ -274,10 +395,20 @@ class ContainerRuntime(Runtime):
         self.cgroups.remove(sandbox_id, deadline)
         try:
             remove_tree(self.layout.engine / sandbox_id)
+            self.halts.forget(sandbox_id)  # before its disk: half of one is not to be booted
             self.disks.remove(sandbox_id)
             remove_tree(home)
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
+
+
+def _check_layers(spec: SandboxSpec) -> None:
+    """Raises `CreateFailed`."""
+    if len(spec.rootfs.layers) > MAX_LAYERS:
+        raise CreateFailed("rootfs", f"{len(spec.rootfs.layers)} layers, where {MAX_LAYERS} are the most")
+    for layer in spec.rootfs.layers:
+        if not (layer.is_dir() or layer.is_file()):
+            raise CreateFailed("rootfs", f"layer {layer} is neither a directory nor an image")
 
 
 async def finish(work: Awaitable[_Result]) -> _Result:

@@ -1,0 +1,165 @@
+"""Making a layer of what a sandbox has changed: a copy of its disk from one instant.
+
+The disk is mounted in a mount namespace that nobody can enter by a path any more, so it is copied as an
+image: its file system is made to write out all it holds, through the loop device it lives on. The copy can be
+trusted as an ext4 image, because no sandbox ever writes to the device itself: only kernels do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from sandyard.errors import SandboxError
+from sandyard.runtimes.container.disk import tree_bytes
+
+PARTIAL = ".part"  # what a copy is named until it is whole
+_BLKFLSBUF = 0x1261
+_FICLONE = 0x40049409
+_RESERVE_MB = 128  # what a commit leaves free on the host
+_CHUNK = 8 << 20
+
+StandStill = Callable[[], AbstractContextManager[None]]
+
+
+def loop_device(image: Path) -> Path | None:
+    """The device that shows `image`; None where there is none. Blocking."""
+    for entry in os.scandir("/sys/block"):
+        if entry.name.startswith("loop"):
+            with suppress(OSError):  # not attached, or it went meanwhile
+                if Path(entry.path, "loop/backing_file").read_text().rstrip("\n") == str(image):
+                    return Path("/dev", entry.name)
+    return None
+
+
+def wait_detached(image: Path, deadline: float) -> None:
+    """Wait until no device shows `image`: its file system is unmounted, and written to it. Blocking.
+
+    Raises `SandboxError`."""
+    while (device := loop_device(image)) is not None:
+        if time.monotonic() > deadline:
+            raise SandboxError(f"{device} does not let go of {image}")
+        time.sleep(0.005)
+
+
+def commit(home: Path, target: Path, stand_still: StandStill) -> int:
+    """Copy the disk below `home` to `target`, and return the bytes that takes. Blocking.
+
+    `stand_still` opens a context in which no process of the sandbox runs. Raises `SandboxError`, with
+    nothing left at `target`."""
+    if os.path.lexists(target):
+        raise SandboxError(f"commit of sandbox {home.name}: {target} exists already")
+    partial = target.with_name(target.name + PARTIAL)
+    try:
+        image = home / "disk.img"
+        if image.exists():
+            size = _image(image, partial, stand_still)
+        else:
+            with stand_still():
+                _tree(home / "upper", partial)
+            sync_tree(partial)
+            size = tree_bytes(partial)
+        os.rename(partial, target)
+        sync(target.parent)
+    except OSError as error:
+        raise SandboxError(f"commit of sandbox {home.name} to {target}: {error.strerror or error}") from error
+    finally:
+        _remove(partial)
+    return size
+
+
+def sync(path: Path) -> None:
+    """Bring a file or a directory to the host's disk. Blocking."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Bring everything below a directory to the host's disk. Blocking."""
+    done = subprocess.run(["sync", "--file-system", str(path)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SandboxError(f"sync of {path}: {done.stderr.strip()}")
+
+
+def _image(image: Path, partial: Path, stand_still: StandStill) -> int:
+    device = loop_device(image)  # None: it was halted, and all of it is in the image
+    _check_room(partial.parent, image.stat().st_blocks * 512)
+    if device is not None:
+        _flush(device)  # most of it, while the sandbox still runs
+    with stand_still():
+        if device is not None:
+            _flush(device)
+        _copy(image, partial)
+    sync(partial)
+    return partial.stat().st_blocks * 512
+
+
+def _flush(device: Path) -> None:
+    """Make the file system on a device write all of itself to it."""
+    descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(descriptor, _BLKFLSBUF, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _check_room(where: Path, needed: int) -> None:
+    stat = os.statvfs(where)
+    if stat.f_bavail * stat.f_frsize < needed + (_RESERVE_MB << 20):
+        raise SandboxError(f"no room for {needed >> 20} MiB at {where}", remedy="free disk space on the host")
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A clone where the file system has them, else a copy of what is not a hole."""
+    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
+        os.fchmod(writer.fileno(), 0o400)
+        try:
+            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
+            return
+        except OSError:  # this file system has no clones, or not between these two
+            _copy_data(reader.fileno(), writer.fileno())
+
+
+def _copy_data(reader: int, writer: int) -> None:
+    end = os.fstat(reader).st_size
+    os.ftruncate(writer, end)
+    at = 0
+    while at < end:
+        try:
+            at = os.lseek(reader, at, os.SEEK_DATA)
+        except OSError:  # nothing but a hole up to the end
+            return
+        hole = os.lseek(reader, at, os.SEEK_HOLE)
+        while at < hole:
+            done = os.copy_file_range(reader, writer, min(_CHUNK, hole - at), at, at)
+            if done == 0:
+                raise OSError(f"the image ended at {at} of {end} bytes")
+            at += done
+
+
+def _tree(upper: Path, partial: Path) -> None:
+    """Copy a directory with owners, modes, times, hard links, holes and all extended attributes; it follows
+    no symlink, and nobody changes the tree meanwhile."""
+    command = ["cp", "--no-dereference", "--recursive", "--sparse=auto", "--reflink=auto", "--no-target-directory"]
+    command += ["--preserve=mode,ownership,timestamps,links,xattr", "--", str(upper), str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
+        raise SandboxError(f"copy of {upper} to {partial}: {lines[0]}")
+
+
+def _remove(partial: Path) -> None:
+    with suppress(FileNotFoundError):
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink()
