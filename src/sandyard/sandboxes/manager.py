@@ -15,6 +15,7 @@ from sandyard.errors import BadRequest, DeathReason, HostError, NotFound, Sandbo
 from sandyard.runtimes.base import Instance, Resources, Runtime, SandboxSpec
 from sandyard.sandboxes.admission import Admission
 from sandyard.sandboxes.catalog import Catalog
+from sandyard.sandboxes.extension import Extension, NoExtension
 from sandyard.sandboxes.graveyard import Graveyard
 from sandyard.sandboxes.leases import Lease, Leases
 from sandyard.sandboxes.log import DeadLogs, Level, SandboxLog
@@ -62,6 +63,7 @@ class SandboxManager:
         )
         self.on_create: list[Callable[[str, float], None]] = []  # ("warm" | "cold", seconds)
         self.on_death: list[Callable[[Sandbox, SandboxDied], None]] = []
+        self.extension: Extension = NoExtension()
         self._stragglers = Stragglers(runtime)
         self._kills_at_once = asyncio.Semaphore(KILLS_AT_ONCE)
         self._relinking = asyncio.Lock()
@@ -116,14 +118,15 @@ class SandboxManager:
         template = self.catalog.get(request.template, request.tenant)
         if request.lease_id is not None:
             self._check_lease(request)
-        resources = self.resources()
-        shelf = self.pool.shelf(template.build_id, template.rootfs, resources)
+        resources = request.resources or self.resources()
+        shelf = self.pool.shelf(template.build_id, template.rootfs, resources, keep=request.resources is None)
         instance = self.pool.take(shelf)
         kind = "cold" if instance is None else "warm"
         if instance is None:
             instance = await self._place(shelf) or await self._make(template, resources)
         sandbox = self._new(request, template, resources, instance)
         try:
+            await self.extension.started(sandbox, fresh=True)
             await self.store.add_sandbox(sandbox.record(self.runtime.name))
             if request.lease_id is not None:
                 self._check_lease(request)  # it may have expired meanwhile
@@ -290,6 +293,7 @@ class SandboxManager:
             secured=request.secured,
             lease_id=request.lease_id,
             idle_timeout=request.idle_timeout,
+            extension=dict(request.extension),
         )
 
     async def _undo(self, sandbox: Sandbox) -> None:
@@ -379,6 +383,7 @@ class SandboxManager:
             self.admission.release(sandbox.resources)
         finally:
             sandbox.state = State.DEAD
+            self.extension.stopped(sandbox)
             watch = self._watches.pop(sandbox.id, None)
             if watch is not None:
                 watch.cancel()

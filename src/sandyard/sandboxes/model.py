@@ -49,6 +49,8 @@ class CreateRequest:
     lease_id: str | None = None
     idle_timeout: float | None = None
     network: Mapping[str, Any] = field(default_factory=dict)  # as the API has it, checked
+    resources: Resources | None = None  # None: the template's, else the node's default
+    extension: Mapping[str, Any] = field(default_factory=dict)  # what the node's extension is told, unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Sandbox:
     lease_id: str | None = None
     idle_timeout: float | None = None
     network: Mapping[str, Any] = field(default_factory=dict)  # as the API has it, checked
+    extension: Mapping[str, Any] = field(default_factory=dict)  # what the node's extension is told, unread
     state: State = State.RUNNING
     last_used: float = field(default_factory=time.monotonic)
     streams: int = 0  # requests in flight: a sandbox that serves one is not idle
@@ -112,6 +115,7 @@ class Sandbox:
             end_at=self.end_at,
             idle_timeout=self.idle_timeout,
             lease_id=self.lease_id,
+            extension=dict(self.extension),
         )
 
     @classmethod
@@ -132,4 +136,5 @@ class Sandbox:
             secured=record.secured,
             lease_id=record.lease_id,
             idle_timeout=record.idle_timeout,
+            extension=record.extension,
         )

@@ -110,11 +110,15 @@ class WarmPool:
         while await self.evict():
             pass
 
-    def shelf(self, build_id: str, rootfs: Rootfs, resources: Resources) -> Shelf:
+    def shelf(self, build_id: str, rootfs: Rootfs, resources: Resources, *, keep: bool = True) -> Shelf:
+        """The shelf of this build and size. Without `keep` a new one is not filled: sizes are callers' to choose,
+        and each shelf costs warm sandboxes."""
         key = ShelfKey(build_id, resources)
         found = self._shelves.get(key)
         if found is None:
-            found = self._shelves[key] = Shelf(key, rootfs)
+            found = Shelf(key, rootfs)
+            if keep:
+                self._shelves[key] = found
         return found
 
     def take(self, shelf: Shelf) -> Instance | None:

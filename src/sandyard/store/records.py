@@ -28,6 +28,7 @@ class SandboxRecord:
     on_timeout: str = "kill"
     idle_timeout: float | None = None
     lease_id: str | None = None
+    extension: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ sandboxes = sa.Table(
     sa.Column("on_timeout", sa.String(16), nullable=False),
     sa.Column("idle_timeout", sa.Double, nullable=True),
     sa.Column("lease_id", sa.String(64), nullable=True),
+    sa.Column("extension", sa.JSON, nullable=False, server_default="{}"),
     sa.Column("dead_at", sa.Double, nullable=True),
     sa.Column("death_reason", sa.String(16), nullable=True),
     sa.Column("death_detail", sa.Text, nullable=True),

@@ -38,6 +38,10 @@ class Store:
     async def set_end(self, sandbox_id: str, end_at: float) -> None:
         await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(end_at=end_at))
 
+    async def set_extension(self, sandbox_id: str, extension: Mapping[str, Any]) -> None:
+        values = {"extension": dict(extension)}
+        await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(values))
+
     async def bury(self, record: DeathRecord) -> None:
         """Mark a sandbox dead; one that was never recorded stays unknown."""
         values = {

@@ -42,8 +42,10 @@ def upgrade() -> None:
         sa.Column("build_id", sa.String(64), nullable=False),
         sa.Column("created_at", sa.Double, nullable=False),
     )
+    op.add_column("sandboxes", sa.Column("extension", sa.JSON, nullable=False, server_default="{}"))
 
 
 def downgrade() -> None:
+    op.drop_column("sandboxes", "extension")
     for table in ("tags", "builds", "templates"):
         op.drop_table(table)
