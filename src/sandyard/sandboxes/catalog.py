@@ -218,7 +218,7 @@ class Catalog:
         """Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
         names = [check_name(name) for name in names]
         for name in names:
-            if (other := self._match(name, tenant)) is not None:
+            if (other := self._taken(name, tenant)) is not None:
                 raise Conflict(f"name '{name}' already points to template {other.id}", remedy="delete that one first")
         now = time.time()
         template = Template(new_id(), tenant, kind, list(names), public, now, now, source)
@@ -236,8 +236,10 @@ class Catalog:
         await self._put(template)
 
     async def put_build(self, build: Build) -> Build:
-        """Add a build, or replace the one of the same id."""
-        template = self._templates[build.template_id]
+        """Add a build, or replace the one of the same id. Raises `NotFound` where its template was deleted."""
+        template = self._templates.get(build.template_id)
+        if template is None:
+            raise NotFound(f"template '{build.template_id}' was deleted")
         await self._tables.put_build(_build_record(build))
         template.builds[build.id] = build
         return build
@@ -267,6 +269,10 @@ class Catalog:
 
     # --- layers ---
 
+    @property
+    def layers_home(self) -> Path:
+        return self._layers
+
     @contextlib.contextmanager
     def new_layer(self) -> Iterator[Path]:
         """A path for `Instance.commit`; `collect` leaves it alone until the context ends. By then a
@@ -285,7 +291,8 @@ class Catalog:
             return []
         named = {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
         kept = named | set(in_use) | self._reserved
-        gone = [path for path in self._layers.iterdir() if path not in kept]
+        # What is being written has its final name with something behind it.
+        gone = [path for path in self._layers.iterdir() if path.with_name(path.name.partition(".")[0]) not in kept]
         await asyncio.to_thread(_remove_all, gone)
         return gone
 
@@ -313,6 +320,12 @@ class Catalog:
             if wanted == template.id or wanted in template.names:
                 return template
         return None
+
+    def _taken(self, name: str, tenant: str) -> Template | None:
+        """Another tenant's name, public or not, is free: one's own is found first."""
+        self._read_node(0.0)
+        mine = [t for t in self._templates.values() if t.tenant == tenant]
+        return next((t for t in (*mine, *self._node) if name == t.id or name in t.names), None)
 
     def _read_node(self, older_than: float) -> None:
         now = time.monotonic()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -170,6 +171,11 @@ class SandboxManager:
         return [
             s for s in self._sandboxes.values() if s.state is State.RUNNING and (tenant is None or s.tenant == tenant)
         ]
+
+    def layers_in_use(self) -> set[Path]:
+        """Layers that sandboxes stand on, warm ones too: not to be removed."""
+        specs = [sandbox.instance.spec for sandbox in self._sandboxes.values()]
+        return {layer for spec in specs for layer in spec.rootfs.layers} | self.pool.layers
 
     async def kill(self, sandbox_id: str, reason: DeathReason, detail: str = "") -> None:
         """Destroy a sandbox, or wait for whoever already does. Unknown ids are no error.

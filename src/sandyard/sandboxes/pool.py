@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -52,6 +53,7 @@ class Shelf:
     last_take: float = -1e9
     failures: int = 0
     retry_at: float = 0.0
+    dropped: bool = False  # its build is no more: what is still being made for it goes
 
     def taken(self, now: float) -> None:
         self.burst = self.burst + 1 if now - self.last_take < BURST_GAP else 1
@@ -95,6 +97,21 @@ class WarmPool:
     @property
     def ready(self) -> int:
         return sum(len(shelf.ready) for shelf in self._shelves.values())
+
+    @property
+    def layers(self) -> set[Path]:
+        """What its sandboxes stand on, and those that it may make."""
+        return {layer for shelf in self._shelves.values() for layer in shelf.rootfs.layers}
+
+    async def drop(self, build_ids: Collection[str]) -> None:
+        """Forget the shelves of builds that are no more, with what waits on them."""
+        for key in [key for key in self._shelves if key.build_id in build_ids]:
+            shelf = self._shelves.pop(key)
+            shelf.dropped = True
+            while shelf.ready:
+                instance = shelf.ready.pop()
+                self._unwatch(instance)
+                await self._discard(shelf, instance)
 
     def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep(), name="warm-pool")
@@ -213,6 +230,9 @@ class WarmPool:
         try:
             instance = await self._runtime.create(spec)
             shelf.failures = 0
+            if shelf.dropped:
+                await self._discard(shelf, instance)
+                return
             shelf.ready.append(instance)
             self._watches[sandbox_id] = asyncio.create_task(self._watch(shelf, instance))
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, the pool backs off and goes on
