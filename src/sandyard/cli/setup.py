@@ -1,17 +1,23 @@
-"""`sandyard setup`: install what the host lacks and make the `base` template."""
+"""`sandyard setup [base|code-interpreter]`: install what the host lacks and make templates."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from sandyard.cli.console import stdout
-from sandyard.config import load_settings
+from sandyard.config import Settings, load_settings
 
 _EVERY = 5.0  # seconds between lines of detail, such as a package manager's own
+
+
+class What(StrEnum):
+    BASE = "base"
+    CODE_INTERPRETER = "code-interpreter"
 
 
 def register(app: typer.Typer) -> None:
@@ -19,17 +25,32 @@ def register(app: typer.Typer) -> None:
 
 
 def setup(
+    what: Annotated[What, typer.Argument(help="the template to make; code-interpreter needs base and makes it too")] = (
+        What.BASE
+    ),
     base: Annotated[str | None, typer.Option(help="make `base` from this image reference or rootfs tarball")] = None,
     mirror: Annotated[str | None, typer.Option(help="apt mirror for `base` [the host's own]")] = None,
 ) -> None:
     """Set this host up. Safe to repeat: what is there already is kept."""
+    lines = SetupLines()
+    settings = load_settings({"images.base": base, "images.mirror": mirror})
+    asyncio.run(_setup(what, settings, lines))
+    if what is What.CODE_INTERPRETER:
+        lines("done", 1.0, "code runs in template `code-interpreter-v1`, which is also called `code-interpreter`")
+    else:
+        lines("done", 1.0, "sandboxes start from template `base`; `sandyard doctor` tells more")
+
+
+async def _setup(what: What, settings: Settings, lines: SetupLines) -> None:
     from sandyard.images.setup import setup as run_setup
 
-    lines = SetupLines()
-    ready = asyncio.run(run_setup(load_settings({"images.base": base, "images.mirror": mirror}), lines))
+    ready = await run_setup(settings, lines)
     if ready.installed:
         lines("done", 1.0, f"installed Debian packages: {', '.join(ready.installed)}")
-    lines("done", 1.0, "sandboxes start from template `base`; `sandyard doctor` tells more")
+    if what is What.CODE_INTERPRETER:
+        from sandyard.interpreter.template import build_interpreter
+
+        await build_interpreter(settings, lines)
 
 
 class SetupLines:

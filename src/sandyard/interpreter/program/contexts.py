@@ -17,7 +17,7 @@ from .output import Output
 
 log = logging.getLogger("sandyard.interpreter")
 
-INTERRUPT_SECONDS = 10.0  # a kernel that is not idle so long after an interrupt is replaced
+INTERRUPT_SECONDS = 6.0  # a kernel that is not idle so long after an interrupt is replaced
 INTERRUPT_AGAIN = 2.0
 AT_MOST = 64  # contexts, each with a process of its own
 
@@ -100,7 +100,7 @@ class Context:
         if self._closed:
             raise KernelStuck("the context was removed")
         if self._kernel is not None and self._kernel.dead.done():
-            self._ended = str(KernelDied(self._kernel.dead.result()))
+            self._ended = self._ended or str(KernelDied(self._kernel.dead.result()))
             await self._drop()
         if self._kernel is None:
             self._told = given()
