@@ -3,17 +3,19 @@
 Each module holds the checks of one subject; importing it registers them.
 """
 
-from sandyard.runtimes.conformance import files, isolation, lifecycle, limits, processes
+from sandyard.runtimes.conformance import commits, files, isolation, lifecycle, limits, pausing, processes
 from sandyard.runtimes.conformance.runner import CHECKS, Check, CheckResult, run_conformance, summary
 
 __all__ = [
     "CHECKS",
     "Check",
     "CheckResult",
+    "commits",
     "files",
     "isolation",
     "lifecycle",
     "limits",
+    "pausing",
     "processes",
     "run_conformance",
     "summary",

@@ -30,11 +30,11 @@ StandStill = Callable[[], AbstractContextManager[None]]
 
 def loop_device(image: Path) -> Path | None:
     """The device that shows `image`; None where there is none. Blocking."""
-    for entry in os.scandir("/sys/block"):
-        if entry.name.startswith("loop"):
+    for name in os.listdir("/sys/block"):
+        if name.startswith("loop"):
             with suppress(OSError):  # not attached, or it went meanwhile
-                if Path(entry.path, "loop/backing_file").read_text().rstrip("\n") == str(image):
-                    return Path("/dev", entry.name)
+                if Path("/sys/block", name, "loop/backing_file").read_text().rstrip("\n") == str(image):
+                    return Path("/dev", name)
     return None
 
 

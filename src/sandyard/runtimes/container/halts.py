@@ -29,7 +29,8 @@ class Halts:
     disks: Path
 
     def begin(self, spec: SandboxSpec) -> None:
-        """From here on the sandbox counts as halted: a crash is repaired by halting it again."""
+        """From here on, and until it is forgotten, the sandbox counts as halted: a crash is repaired by halting
+        it again."""
         self._write(spec, complete=False)
 
     def complete(self, spec: SandboxSpec, deadline: float) -> None:

@@ -229,6 +229,7 @@ class ContainerRuntime(Runtime):
                 raise CreateFailed("disk", f"sandbox {sandbox_id} is not halted")
             if not halt.complete:
                 await finish(self._halt(halt.spec))
+            await self.in_thread(self.halts.begin, spec)  # from here on its disk is not whole
             try:
                 await self.in_thread(self._start, replace(choice, disk=self.disks.kind(sandbox_id)), spec, True)
                 instance = await self._connect(spec)
