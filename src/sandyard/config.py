@@ -8,16 +8,24 @@ the key and where it was set: a setting that is silently ignored is worse than o
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sandyard.errors import ConfigError
 
 ENV_PREFIX = "SANDYARD_"
+_LABEL = "[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_DOMAIN = re.compile(rf"(?=.{{1,180}}$){_LABEL}(?:\.{_LABEL})*(?::[0-9]{{1,5}})?")
+
+
+def bare_domain(domain: str) -> str:
+    """`server.domain` without its port."""
+    return domain.partition(":")[0]
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -48,7 +56,26 @@ class ServerSettings(_Section):
     database: str | None = None  # SQLAlchemy URL; default: SQLite under paths.state
     drain_seconds: float = Field(default=10.0, ge=0)
     keep_sandboxes: bool = False  # a graceful stop leaves sandboxes running, to be adopted by the next start
-    domain: str | None = None  # serve `{port}-{id}.{domain}` by Host header
+    domain: str | None = None  # serve `{port}-{id}.{domain}` and `api.{domain}` by Host header; `:port` if not 443
+    tls_port: int | None = Field(default=None, ge=0, le=65535)  # HTTPS beside plain HTTP; 0 takes a free port
+    tls_host: str | None = None  # the address of that port; None: that of server.host
+    tls_cert: Path | None = None  # PEM, for `*.{domain}`; None: one of its own CA, see <state>/tls
+    tls_key: Path | None = None
+
+    @field_validator("domain")
+    @classmethod
+    def _is_domain(cls, value: str | None) -> str | None:
+        if value is not None and not _DOMAIN.fullmatch(value.lower()):
+            raise ValueError("Input should be a host name like yard.example.com, maybe with a :port")
+        return value.lower() if value else value
+
+    @model_validator(mode="after")
+    def _tls_fits(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("server.tls_cert and server.tls_key come together")
+        if self.tls_port is not None and self.domain is None and self.tls_cert is None:
+            raise ValueError("server.tls_port needs server.domain, or server.tls_cert and server.tls_key")
+        return self
 
 
 class SandboxSettings(_Section):
@@ -105,6 +132,7 @@ class BuildSettings(_Section):
     """Template builds: how many at once, how long, and what of them is kept."""
 
     at_once: int = Field(default=2, ge=1)
+    per_tenant: int = Field(default=64, ge=1)  # running or queued
     timeout: float = Field(default=3600.0, gt=0)  # seconds, waiting for a place included
     ready_timeout: float = Field(default=600.0, gt=0)  # seconds for a start command to become ready
     disk_mb: int = Field(default=8192, ge=16)  # what one sandbox of a build may write
@@ -115,6 +143,13 @@ class BuildSettings(_Section):
     log_lines: int = Field(default=20_000, ge=100)  # of one build
 
 
+class ExtensionSettings(_Section):
+    """A service outside that is told of the life of sandboxes, and may refuse their start."""
+
+    url: str | None = Field(default=None, pattern=r"^https?://[^/?#]+(/[^?#]*)?$")
+    timeout_ms: int = Field(default=5000, ge=1, le=600_000)
+
+
 class Settings(_Section):
     paths: PathSettings = PathSettings()
     server: ServerSettings = ServerSettings()
@@ -122,6 +157,7 @@ class Settings(_Section):
     pool: PoolSettings = PoolSettings()
     container: ContainerSettings = ContainerSettings()
     images: ImageSettings = ImageSettings()
+    extension: ExtensionSettings = ExtensionSettings()
     build: BuildSettings = BuildSettings()
 
 

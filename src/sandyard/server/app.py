@@ -8,9 +8,25 @@ from fastapi import FastAPI, HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from sandyard.sandboxes import SandboxManager
+from sandyard.server.agentproxy import AgentEnvProxy
 from sandyard.server.auth import Keys
-from sandyard.server.control import failures, health, leases, logs, nodes, openapi, sandboxes, teams, templates
+from sandyard.server.builds import Builds
+from sandyard.server.builds.tickets import Tickets
+from sandyard.server.control import (
+    agentenv,
+    builds,
+    failures,
+    health,
+    leases,
+    logs,
+    nodes,
+    openapi,
+    sandboxes,
+    teams,
+    templates,
+)
 from sandyard.server.control.context import Context
+from sandyard.server.control.hooks import Hooks
 from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.dataplane import DataPlane
 from sandyard.server.load import LoadHistory
@@ -19,26 +35,43 @@ from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
 BODY_LIMIT = 1 << 20
-ROUTERS = [module.router for module in (sandboxes, templates, leases, logs, teams, nodes, health)]
+ROUTERS = [module.router for module in (sandboxes, builds, templates, leases, logs, teams, nodes, agentenv, health)]
 
 
 class Application:
     """One server's ASGI application over a started manager. Holds no resources of its own."""
 
-    def __init__(self, manager: SandboxManager, keys: Keys, tokens: SandboxTokens) -> None:
+    def __init__(self, manager: SandboxManager, keys: Keys, tokens: SandboxTokens, hooks: Hooks | None = None) -> None:
         self.manager = manager
         self.keys = keys
         self.usage = UsageHistory(manager)
+        self.builds = Builds(manager)
         self.control = control_plane(
-            Context(manager, keys, tokens, self.usage, Metrics(manager), Idempotency(), LoadHistory(manager))
+            Context(
+                manager,
+                keys,
+                tokens,
+                self.usage,
+                Metrics(manager),
+                Idempotency(),
+                LoadHistory(manager),
+                self.builds,
+                Tickets(tokens),
+                hooks,
+            )
         )
         self.data = DataPlane(manager, tokens, self.usage, manager.settings.server.domain)
+        self.proxy = AgentEnvProxy(manager, tokens, self.data)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] in ("http", "websocket") and (target := self.data.route(scope)) is not None:
+        if self.proxy.takes(scope):
+            await self.proxy(scope, receive, send)
+        elif scope["type"] in ("http", "websocket") and (target := self.data.route(scope)) is not None:
             await self.data(scope, receive, send, *target)
         else:
-            await self.control(scope, bounded(receive, BODY_LIMIT), send)
+            # An upload is bounded by its endpoint, which looks at the permission before it reads.
+            uploads = scope["type"] == "http" and scope["path"].startswith("/uploads/")
+            await self.control(scope, receive if uploads else bounded(receive, BODY_LIMIT), send)
 
 
 def bounded(receive: Receive, limit: int) -> Receive:

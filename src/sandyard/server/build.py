@@ -13,6 +13,7 @@ from sandyard.runtimes.base import Resources, Rootfs, Runtime
 from sandyard.sandboxes import FixedTemplates, SandboxManager, TemplateSource, TemplateView
 from sandyard.server.app import Application
 from sandyard.server.auth import Keys
+from sandyard.server.control.hooks import Hooks
 from sandyard.server.tokens import SEED_FILE, SandboxTokens, new_api_key, read_or_make, secrets_dir
 from sandyard.store import open_store
 
@@ -66,14 +67,23 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
         await keys.open(settings)
         seed = read_or_make(secrets_dir(settings.paths.state) / SEED_FILE, new_api_key())
         manager = SandboxManager(settings, own, template_source(settings), store)
-        app = Application(manager, keys, SandboxTokens(seed))
+        hooks = Hooks.of(settings.extension)
+        if hooks is not None:
+            manager.extension = hooks
+        app = Application(manager, keys, SandboxTokens(seed), hooks)
         try:
             await manager.start()
+            await app.builds.start()
             app.usage.start()
             yield app
         finally:
             await app.usage.stop()
-            await manager.stop(keep=settings.server.keep_sandboxes)
+            await app.builds.stop()
+            try:
+                await manager.stop(keep=settings.server.keep_sandboxes)
+            finally:
+                if hooks is not None:
+                    await hooks.close()
     finally:
         await store.close()
         if runtime is None:

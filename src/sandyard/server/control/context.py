@@ -9,6 +9,9 @@ from fastapi import Depends, Request
 
 from sandyard.sandboxes import SandboxManager
 from sandyard.server.auth import Keys
+from sandyard.server.builds import Builds
+from sandyard.server.builds.tickets import Tickets
+from sandyard.server.control.hooks import Hooks
 from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.load import LoadHistory
 from sandyard.server.metrics import Metrics
@@ -25,6 +28,9 @@ class Context:
     metrics: Metrics
     idempotency: Idempotency
     load: LoadHistory
+    builds: Builds
+    tickets: Tickets
+    hooks: Hooks | None
 
 
 async def context(request: Request) -> Context:

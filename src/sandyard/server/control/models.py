@@ -50,6 +50,7 @@ class NewSandbox(_Request):
     network: dict[str, Any] | None = None
     mcp: dict[str, Any] | None = None
     volumeMounts: list[dict[str, Any]] | None = None
+    customExtensionParams: dict[str, Any] = Field(default_factory=dict, description="Read by the node's extension.")
 
 
 class ConnectSandbox(_Request):

@@ -15,6 +15,7 @@ OPEN = frozenset({"/health", "/metrics"})  # no key is asked for
 _WORDS = {
     400: "A parameter or the body is wrong; the message names the field.",
     401: "No API key, more than one, or one that is not known.",
+    403: "It belongs to the node or to another tenant, and can be used but not changed.",
     404: "It does not exist, or belongs to another tenant. For a sandbox that died lately `error_code` says why.",
     409: "The state does not allow it.",
     413: "The body is too large.",
@@ -85,6 +86,8 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
         found.add(409)
     if method == "post":
         found.add(429)
+    if "/templates" in path and (method != "get" or "{hash}" in path):
+        found.add(403)
     return found
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
 
 from sandyard.errors import BadRequest, DeathReason, SandboxDied, SandyardError, Unsupported
+from sandyard.runtimes.base import Resources
 from sandyard.sandboxes import CreateRequest, Sandbox
 from sandyard.server.control.context import Context, Here, Tenant
+from sandyard.server.control.hooks import checked_params
 from sandyard.server.control.listing import page, parse_metadata, parse_query
 from sandyard.server.control.models import (
     ConnectSandbox,
@@ -32,13 +35,13 @@ router = APIRouter(tags=["sandboxes"])
 @router.post("/sandboxes", status_code=201)
 async def create(body: NewSandbox, here: Here, tenant: Tenant, idempotency_key: Key = None) -> SandboxView:
     """Start a sandbox. Without `secure` its envd needs no token."""
-    return await _create(body, here, tenant, idempotency_key, secured=body.secure)
+    return await start(body, here, tenant, idempotency_key, secured=body.secure)
 
 
 @router.post("/v2/sandboxes", status_code=201)
 async def create_v2(body: NewSandbox, here: Here, tenant: Tenant, idempotency_key: Key = None) -> SandboxView:
     """Start a sandbox whose envd needs its token."""
-    return await _create(body, here, tenant, idempotency_key, secured=True)
+    return await start(body, here, tenant, idempotency_key, secured=True)
 
 
 @router.post("/sandboxes/{sandbox_id}/connect")
@@ -149,10 +152,13 @@ async def unsupported(sandbox_id: str, here: Here, tenant: Tenant) -> None:
     )
 
 
-async def _create(body: NewSandbox, here: Context, tenant: str, key: str | None, *, secured: bool) -> SandboxView:
+async def start(
+    body: NewSandbox, here: Context, tenant: str, key: str | None, *, secured: bool, resources: Resources | None = None
+) -> SandboxView:
+    """Make the sandbox that every kind of create asks for. `resources` None: the template's."""
     try:
-        request = _request(body, here, tenant, secured)
-        wanted = f"{secured} {body!r}"
+        request = replace(_request(body, here, tenant, secured), resources=resources)
+        wanted = f"{secured} {resources} {body!r}"
         sandbox = await here.idempotency.create(tenant, key, lambda: here.manager.create(request), wanted)
     except SandyardError as error:
         here.metrics.refused(404 if isinstance(error, SandboxDied) else error.http_status)
@@ -177,6 +183,7 @@ def _request(body: NewSandbox, here: Context, tenant: str, secured: bool) -> Cre
         secured=secured,
         lease_id=body.metadata.get(LEASE_KEY),
         idle_timeout=_idle(idle) if idle is not None else None,
+        extension=checked_params(body.customExtensionParams, here.hooks),
     )
 
 
