@@ -90,10 +90,13 @@ class Reference:
     @classmethod
     def parse(cls, text: str) -> Reference:
         """Raises `BadRequest` for a tag no template can have."""
+        return cls(*cls.split(text))
+
+    @staticmethod
+    def split(text: str) -> tuple[str, str | None]:
+        """Name, without its namespace, and tag."""
         name, colon, tag = text.strip().partition(":")
-        if colon:
-            tag = check_tag(tag)
-        return cls(name.rpartition("/")[2].lower(), tag if colon else None)
+        return name.rpartition("/")[2].lower(), check_tag(tag) if colon else None
 
 
 def check_tag(tag: str) -> str:

@@ -16,8 +16,13 @@ def chain(base: Base, steps: Sequence[Step]) -> list[str]:
     state = State.of(base.rootfs)
     keys = [_hash([_FORMAT, base.key, sorted(state.env.items()), state.workdir, state.user])]
     for step in steps:
-        keys.append(_hash([keys[-1], step.kind, list(step.args), step.files_hash]))
+        keys.append(then(keys[-1], step.kind, [*step.args, step.files_hash]))
     return keys
+
+
+def then(key: str, kind: str, args: Sequence[str | None]) -> str:
+    """The key of what one more step comes to."""
+    return _hash([key, kind, list(args)])
 
 
 def reusable(plan: Plan) -> int:

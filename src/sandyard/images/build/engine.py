@@ -32,7 +32,7 @@ from sandyard.images.build.base import (
     Step,
     Workshop,
 )
-from sandyard.images.build.chain import chain, reusable
+from sandyard.images.build.chain import chain, reusable, then
 from sandyard.images.build.copying import CopyFailed
 from sandyard.images.build.start import try_start
 from sandyard.images.build.steps import run_step
@@ -80,7 +80,12 @@ class Engine:
             start, ready = plan.base.start_cmd, plan.base.ready_cmd
         rootfs = state.rootfs(self._layers)
         if start is not None or ready is not None:
-            await self._finish(state, start, ready, ready_seconds)
+            tried = then(keys[-1], "START", [start, ready])
+            if reusable(plan) == len(plan.steps) and not plan.force and self._cache.get(tried) is not None:
+                self._log("CACHED START", step=FINAL_STEP)
+            else:
+                await self._finish(state, start, ready, ready_seconds)
+                self._cache.put(tried, Cached(tuple(self._layers), state, self._size))
         return Built(rootfs, self._size, done, start, ready)
 
     def _known(self, plan: Plan, keys: Sequence[str]) -> tuple[Cached | None, int]:

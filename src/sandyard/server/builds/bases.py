@@ -1,0 +1,119 @@
+"""Where a build starts: a template of the yard, one that stands for an image, or an image that is pulled."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.config import Settings
+from sandyard.errors import BadRequest, NotFound, SandyardError
+from sandyard.images.build import Base, Level, Log
+from sandyard.images.build.base import BASE_STEP, BuildFailed
+from sandyard.images.oci.pull import candidates, pull
+from sandyard.images.oci.reference import Reference
+from sandyard.runtimes.base import Rootfs
+from sandyard.sandboxes import Catalog
+
+# What the images that SDKs name by themselves are here.
+STANDARD = {"e2bdev/base": "base", "e2bdev/code-interpreter": "code-interpreter"}
+DEFAULT_IMAGE = "e2bdev/base"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """For one registry, given with a build; kept nowhere."""
+
+    username: str
+    password: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a build is asked to start from: exactly one of the two."""
+
+    image: str | None = None
+    template: str | None = None
+    credentials: Credentials | None = None
+
+
+def template_of_image(settings: Settings, image: str) -> str | None:
+    """The template that stands for an image: by `images.aliases`, else by what the standard images are. A name
+    without a tag there stands for every tag."""
+    known: Mapping[str, str] = {**STANDARD, **settings.images.aliases}
+    name, _, digest = image.strip().partition("@")
+    for prefix in ("docker.io/", "index.docker.io/", "registry-1.docker.io/"):
+        name = name.removeprefix(prefix)
+    name = name.removeprefix("library/")
+    head, _, tail = name.rpartition("/")
+    plain, _, tag = tail.partition(":")
+    plain = f"{head}/{plain}" if head else plain
+    tagged = f"{plain}:{tag or 'latest'}"
+    return (known.get(name) or known.get(tagged) or known.get(plain)) if not digest else known.get(plain)
+
+
+class Bases:
+    def __init__(self, settings: Settings, catalog: Catalog) -> None:
+        self._settings = settings
+        self._catalog = catalog
+
+    async def find(self, origin: Origin, tenant: str, log: Log) -> Base:
+        """Raises `BuildFailed` at the base step, naming what was tried and why it failed."""
+        try:
+            if origin.template is not None:
+                return self._of_template(origin.template, tenant, origin.template)
+            return await self._of_image(origin, tenant, log)
+        except BuildFailed:
+            raise
+        except SandyardError as error:
+            raise BuildFailed(BASE_STEP, str(error)) from error
+
+    def _of_template(self, reference: str, tenant: str, label: str) -> Base:
+        template, build = self._catalog.resolve(reference, tenant)
+        view = self._catalog.view(template, build)
+        return Base(view.rootfs, _key(tenant, build.id), label, view.start_cmd, view.ready_cmd)
+
+    async def _of_image(self, origin: Origin, tenant: str, log: Log) -> Base:
+        image = origin.image or DEFAULT_IMAGE
+        if (name := template_of_image(self._settings, image)) is not None:
+            try:
+                return self._of_template(name, tenant, f"{image} (template {name})")
+            except NotFound as error:
+                raise BuildFailed(BASE_STEP, f"image '{image}' stands for a template here: {error}") from error
+        _check_public(image)
+        with tempfile.TemporaryDirectory() as scratch:
+            settings = _with_credentials(self._settings, image, origin.credentials, Path(scratch))
+            pulled = await pull(
+                settings, image, lambda _stage, _part, line: log(line, level=Level.DEBUG, step=BASE_STEP)
+            )
+        # As elsewhere that speaks this API: the image's user and directory do not count, its environment does.
+        rootfs = Rootfs(list(pulled.trees), dict(pulled.config.env))
+        return Base(rootfs, _key(tenant, pulled.digest), f"{image} ({pulled.digest})")
+
+
+def _check_public(image: str) -> None:
+    """Files of this machine are its operator's: no request over the network may name one."""
+    kind = image.partition(":")[0]
+    if kind in ("oci", "oci-archive", "docker-archive", "dir", "containers-storage") or image.startswith(("/", ".")):
+        raise BadRequest(f"image '{image}': give the name of an image in a registry", field="fromImage")
+
+
+def _with_credentials(settings: Settings, image: str, given: Credentials | None, scratch: Path) -> Settings:
+    """Settings whose credentials are those that came with the build, for the registries the image may come from."""
+    if given is None:
+        return settings
+    auth = base64.b64encode(f"{given.username}:{given.password}".encode()).decode()
+    hosts = {registry for registry, _ in candidates(settings, Reference.parse(image))}
+    path = scratch / "auth.json"
+    path.touch(0o600)
+    path.write_text(json.dumps({"auths": {host: {"auth": auth} for host in hosts}}))
+    return settings.model_copy(update={"images": settings.images.model_copy(update={"auth_file": path})})
+
+
+def _key(tenant: str, source: str) -> str:
+    """Of this tenant alone: nobody learns from a quick build what others have built."""
+    return hashlib.sha256(f"{tenant}\0{source}".encode()).hexdigest()

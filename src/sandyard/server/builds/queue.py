@@ -1,0 +1,304 @@
+"""The builds of a server: accepted at once, run a few at a time, each to a state that does not change again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from sandyard.errors import BadRequest, CapacityError, Conflict, NotFound, SandyardError
+from sandyard.images.build import BuildFailed, Built, Engine, Level, Plan, Step
+from sandyard.images.build.base import BASE_STEP, FINAL_STEP
+from sandyard.runtimes.base import Resources, Rootfs
+from sandyard.sandboxes import Build, Catalog, SandboxManager, Template
+from sandyard.server.builds.bases import Bases, Origin
+from sandyard.server.builds.cache import LayerCache
+from sandyard.server.builds.files import FileStore
+from sandyard.server.builds.log import BuildLog
+from sandyard.server.builds.workshop import SandboxWorkshop
+
+log = structlog.get_logger("sandyard.builds")
+
+SAVE_SECONDS = 2.0
+LOGS_KEPT = 64  # logs of finished builds that stay in memory
+COLLECT_SECONDS = 3600.0
+BUSY_SECONDS = 5.0
+WAITING_SECONDS = 86400.0  # a build that was never begun is given up after so long
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a build is to do."""
+
+    origin: Origin
+    steps: Sequence[Step] = ()
+    start_cmd: str | None = None
+    ready_cmd: str | None = None
+    force: bool = False
+
+
+class _Archives:
+    """The uploads of one tenant, as the engine sees them."""
+
+    def __init__(self, files: FileStore, tenant: str) -> None:
+        self._files = files
+        self._tenant = tenant
+
+    def path(self, files_hash: str) -> Path | None:
+        return self._files.path(self._tenant, files_hash)
+
+
+class Builds:
+    """Used from one event loop, between `start` and `stop`."""
+
+    def __init__(self, manager: SandboxManager) -> None:
+        self._manager = manager
+        self._settings = manager.settings.build
+        home = manager.settings.paths.state.absolute()
+        self.files = FileStore(home / "files", self._settings)
+        self.cache = LayerCache(home / "builds" / "cache.json")
+        self.bases = Bases(manager.settings, manager.catalog)
+        self._logs_home = home / "builds"
+        self._logs: OrderedDict[str, BuildLog] = OrderedDict()
+        self._gate = asyncio.Semaphore(self._settings.at_once)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def _catalog(self) -> Catalog:
+        return self._manager.catalog
+
+    async def start(self) -> None:
+        """Read the cache and remove layers that a killed server left to nobody."""
+        await asyncio.to_thread(self.cache.load)
+        await self.collect()
+        self._keeper = asyncio.create_task(self._keep(), name="builds-keeper")
+
+    async def stop(self) -> None:
+        """End every build, which makes it an error, and its sandboxes."""
+        for task in [self._keeper, *self._tasks.values()]:
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._keeper = None
+
+    # --- what callers do ---
+
+    async def register(self, template: Template, tags: Sequence[str], resources: Resources) -> Build:
+        """A build that waits for its order. Raises `Conflict` where one with such a tag is under way, and
+        `CapacityError` where the tenant has as many as it may."""
+        self._check_free(template, tags)
+        self._check_count(template)
+        sizes = {"cpu": resources.cpu, "memory_mb": resources.memory_mb}
+        sizes |= {"disk_mb": resources.disk_mb, "pids": resources.pids}
+        config: dict[str, Any] = {"resources": sizes, "tags": list(tags)}
+        return await self._catalog.put_build(
+            Build(str(uuid.uuid4()), template.id, "waiting", Rootfs(()), config, time.time())
+        )
+
+    async def begin(self, template: Template, build: Build, order: Order) -> None:
+        """Queue a registered build. Raises `BadRequest` unless it waits, and `Conflict` as `register` does."""
+        if build.status != "waiting":
+            raise BadRequest(f"build '{build.id}' is not in waiting state: it is {build.status}")
+        self._check_free(template, build.config.get("tags", ()))
+        self._check_count(template)
+        say = self._logs[build.id] = BuildLog(self._log_path(build.id), self._settings.log_lines)
+        begun = replace(build, status="building")
+        template.builds[build.id] = begun  # before the wait, so that it cannot be begun twice
+        await self._catalog.put_build(begun)
+        task = asyncio.create_task(self._run(template, begun, order, say), name=f"build-{build.id}")
+        self._tasks[build.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(build.id, None))
+
+    async def cancel(self, template: Template) -> None:
+        """End the template's builds; returns when nothing of them runs."""
+        tasks = [task for build_id in template.builds if (task := self._tasks.get(build_id)) is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def delete(self, template: Template) -> None:
+        """Delete a template or a snapshot with all that only it needs. Sandboxes of a snapshot go on, on their
+        layers. Raises `BadRequest` while sandboxes of a template live, and for the node's own."""
+        users = [s.id for s in self._manager.all() if s.template_id == template.id]
+        if users and template.kind == "template":
+            raise BadRequest(
+                f"template '{template.name}' cannot be deleted: {len(users)} sandboxes use it ({users[0]}, …)",
+                remedy="kill them first",
+            )
+        await self.cancel(template)
+        await self._catalog.delete(template)
+        await self._manager.pool.drop(template.builds)
+        for build_id in template.builds:
+            self._logs.pop(build_id, None)
+            await asyncio.to_thread(self._log_path(build_id).unlink, True)
+        await self.collect()
+
+    async def log_of(self, build: Build) -> BuildLog:
+        known = self._logs.get(build.id)
+        if known is None:
+            limit = self._settings.log_lines
+            known = await asyncio.to_thread(BuildLog.load, self._log_path(build.id), limit)
+            self._logs[build.id] = known
+        self._logs.move_to_end(build.id)
+        finished = [build_id for build_id in self._logs if build_id not in self._tasks]
+        for build_id in finished[: max(len(finished) - LOGS_KEPT, 0)]:
+            del self._logs[build_id]
+        return known
+
+    async def collect(self, in_use: Collection[Path] = ()) -> None:
+        """Remove layers that nothing names any more, and uploads that are long unused."""
+        await self.files.collect()
+        await self._give_up(time.time() - WAITING_SECONDS)
+        named = {layer for t in self._catalog.all() for b in t.builds.values() for layer in b.rootfs.layers}
+        limit, home = self._settings.cache_mb << 20, self._catalog.layers_home
+        await asyncio.to_thread(self.cache.shrink, limit, named, home)
+        await self._save_cache()
+        await self._catalog.collect({*in_use, *self._manager.layers_in_use(), *self.cache.layers})
+
+    async def _give_up(self, before: float) -> None:
+        stale = [
+            build
+            for template in self._catalog.all()
+            for build in template.builds.values()
+            if build.status == "waiting" and build.created_at < before
+        ]
+        for build in stale:
+            await self._catalog.put_build(_failed(build, None, "it was registered and never begun"))
+
+    # --- one build ---
+
+    async def _run(self, template: Template, build: Build, order: Order, say: BuildLog) -> None:
+        saver = asyncio.create_task(self._save_often(say))
+        try:
+            ended = await self._attempt(template, build, order, say)
+        except asyncio.CancelledError:
+            await self._end(template, _failed(build, None, "the build was cancelled"), say)
+            raise
+        finally:
+            saver.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await saver
+        await self._end(template, ended, say)
+
+    async def _attempt(self, template: Template, build: Build, order: Order, say: BuildLog) -> Build:
+        """The build as it ended; only a cancellation passes."""
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                if self._gate.locked():
+                    say("waiting for another build to end", step=BASE_STEP)
+                async with self._gate:
+                    return await self._build(template, build, order, say)
+        except BuildFailed as error:
+            return self._error(build, error.step, error.message, say)
+        except TimeoutError:
+            return self._error(build, None, f"the build took longer than {self._settings.timeout:g} s", say)
+        except SandyardError as error:
+            log.warning("build failed", build=build.id, error=str(error))
+            return self._error(build, None, str(error), say)
+        except Exception:  # a fault of ours must not leave a build that never ends
+            log.exception("internal error in a build", build=build.id)
+            return self._error(build, None, "internal error; the server's log says more", say)
+
+    async def _build(self, template: Template, build: Build, order: Order, say: BuildLog) -> Build:
+        assert template.tenant is not None  # builds are of tenants only
+        began = time.monotonic()
+        base = await self.bases.find(order.origin, template.tenant, say)
+        sizes = Resources(**build.config["resources"])
+        roomy = replace(sizes, disk_mb=max(sizes.disk_mb, self._settings.disk_mb), pids=max(sizes.pids, 4096))
+        with SandboxWorkshop(self._manager, roomy, say) as workshop:
+            engine = Engine(workshop, _Archives(self.files, template.tenant), self.cache, say)
+            plan = Plan(base, order.steps, order.start_cmd, order.ready_cmd, order.force)
+            built = await engine.run(plan, ready_seconds=self._settings.ready_timeout)
+            ready = _ready(build, built)
+            say(f"built in {time.monotonic() - began:.1f} s, {built.size_bytes >> 10} KiB added", step=FINAL_STEP)
+            await self._catalog.put_build(ready)
+            await self._catalog.set_tags(template, build.id, build.config.get("tags", ()))
+        await self._save_cache()
+        return ready
+
+    def _error(self, build: Build, step: str | None, message: str, say: BuildLog) -> Build:
+        say(message, level=Level.ERROR, step=step)
+        return _failed(build, step, message)
+
+    async def _end(self, template: Template, ended: Build, say: BuildLog) -> None:
+        try:
+            await asyncio.to_thread(say.save)
+            if ended.status != "ready":
+                await self._catalog.put_build(ended)
+        except NotFound:
+            pass  # its template was deleted meanwhile
+        except (SandyardError, OSError) as error:
+            log.error("the end of a build could not be recorded", build=ended.id, error=str(error))
+            template.builds[ended.id] = ended
+
+    def _check_count(self, template: Template) -> None:
+        mine = [t for t in self._catalog.all(template.tenant) if t.tenant == template.tenant]
+        running = sum(build.status == "building" for t in mine for build in t.builds.values())
+        if running >= self._settings.per_tenant:
+            raise CapacityError(
+                f"maximum number of concurrent template builds reached: {running} (build.per_tenant)",
+                retry_after=BUSY_SECONDS,
+            )
+
+    def _check_free(self, template: Template, tags: Sequence[str]) -> None:
+        for other in template.builds.values():
+            shared = set(other.config.get("tags", ())) & set(tags)
+            if other.status == "building" and shared:
+                raise Conflict(
+                    f"build '{other.id}' of template '{template.name}' with tag '{min(shared)}' is under way",
+                    remedy="wait for it, or delete the template",
+                )
+
+    async def _save_cache(self) -> None:
+        try:
+            await asyncio.to_thread(self.cache.save)
+        except OSError as error:
+            log.error("the layer cache could not be saved", error=str(error))
+
+    async def _save_often(self, say: BuildLog) -> None:
+        while True:
+            await asyncio.sleep(SAVE_SECONDS)
+            try:
+                await asyncio.to_thread(say.save)
+            except OSError as error:
+                log.error("the log of a build could not be saved", error=str(error))
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(COLLECT_SECONDS)
+            try:
+                await self.collect()
+            except (SandyardError, OSError) as error:
+                log.error("layers could not be collected", error=str(error))
+
+    def _log_path(self, build_id: str) -> Path:
+        return self._logs_home / f"{build_id}.log"
+
+
+def _ready(build: Build, built: Built) -> Build:
+    commands = {"start_cmd": built.start_cmd, "ready_cmd": built.ready_cmd}
+    config = {**build.config, **{name: value for name, value in commands.items() if value is not None}}
+    return replace(
+        build,
+        status="ready",
+        rootfs=built.rootfs,
+        config=config,
+        finished_at=time.time(),
+        size_bytes=built.size_bytes,
+    )
+
+
+def _failed(build: Build, step: str | None, message: str) -> Build:
+    reason = {"message": message} if step is None else {"message": message, "step": step}
+    return replace(build, status="error", reason=reason, finished_at=time.time())

@@ -1,0 +1,60 @@
+"""Links for uploads: signed, for one archive of one tenant, good for one upload and for an hour."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import secrets
+import time
+from dataclasses import dataclass
+
+from sandyard.errors import Unauthorized
+from sandyard.server.tokens import SandboxTokens
+
+LASTS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    tenant: str
+    files_hash: str
+    expires_at: float
+    nonce: str
+
+
+class Tickets:
+    """Used ones are remembered until they would have expired; a restart forgets that, and no more than that."""
+
+    def __init__(self, tokens: SandboxTokens) -> None:
+        self._tokens = tokens
+        self._used: dict[str, float] = {}
+
+    def issue(self, tenant: str, files_hash: str) -> str:
+        fields = [tenant, files_hash, time.time() + LASTS, secrets.token_hex(8)]
+        payload = base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("=")
+        return f"{payload}.{self._tokens.of(_signed(payload))}"
+
+    def read(self, text: str) -> Ticket:
+        """Raises `Unauthorized` for one that is not ours, too old, or used."""
+        payload, _, signature = text.partition(".")
+        if not self._tokens.fits(_signed(payload), signature.encode()):
+            raise Unauthorized("this upload link is not valid")
+        try:
+            fields = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        except (binascii.Error, ValueError) as error:
+            raise Unauthorized("this upload link is not valid") from error
+        ticket = Ticket(*fields)
+        if ticket.expires_at < time.time() or ticket.nonce in self._used:
+            raise Unauthorized("this upload link was used or is too old", remedy="ask for another")
+        return ticket
+
+    def use(self, ticket: Ticket) -> None:
+        """The upload is complete: the link is good for no other."""
+        now = time.time()
+        self._used = {nonce: until for nonce, until in self._used.items() if until > now}
+        self._used[ticket.nonce] = ticket.expires_at
+
+
+def _signed(payload: str) -> str:
+    return f"upload:{payload}"  # no sandbox id has a colon

@@ -1,0 +1,115 @@
+"""The sandboxes of builds: each has a place like any other, and none outlives its build."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+from sandyard.errors import CapacityError, SandyardError
+from sandyard.guest.base import Agent
+from sandyard.images.build import Level, Log
+from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
+from sandyard.sandboxes import SandboxManager
+from sandyard.sandboxes.model import new_id
+
+log = structlog.get_logger("sandyard.builds")
+
+DEATH_NEWS_SECONDS = 2.0
+PLACE_POLL_SECONDS = 1.0
+
+
+class SandboxWorkshop:
+    """Context manager of one build. Layers it committed are safe from `Catalog.collect` until it ends:
+    by then the build or the cache names them, or they are nobody's."""
+
+    has_network = False
+
+    def __init__(self, manager: SandboxManager, resources: Resources, say: Log) -> None:
+        self._manager = manager
+        self._resources = resources
+        self._say = say
+        self._reserved = ExitStack()
+
+    def __enter__(self) -> SandboxWorkshop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reserved.close()
+
+    async def open(self, rootfs: Rootfs) -> SandboxBench:
+        """Start a sandbox; waits for a place as long as there is none. Raises `CreateFailed`."""
+        await self._take_place()
+        sandbox_id = new_id()
+        try:
+            spec = SandboxSpec(sandbox_id, rootfs, self._resources, hostname="build")
+            instance = await self._manager.runtime.create(spec)
+        except BaseException:
+            self._manager.admission.release(self._resources)
+            raise
+        return SandboxBench(self._manager, instance, self._reserved)
+
+    async def _take_place(self) -> None:
+        told = False
+        while True:
+            while self._manager.admission.shortage(self._resources) is not None and await self._manager.pool.evict():
+                pass
+            try:
+                self._manager.admission.take(self._resources)
+                return
+            except CapacityError as error:
+                if not told:
+                    self._say(f"waiting for a place: {error.message}", level=Level.WARN)
+                    told = True
+            await asyncio.sleep(PLACE_POLL_SECONDS)
+
+
+class SandboxBench:
+    def __init__(self, manager: SandboxManager, instance: Instance, reserved: ExitStack) -> None:
+        self._manager = manager
+        self._instance = instance
+        self._reserved = reserved
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def agent(self) -> Agent:
+        return self._instance.agent
+
+    async def why_dead(self) -> str | None:
+        try:
+            await self.agent.hello()
+        except SandyardError:
+            try:
+                async with asyncio.timeout(DEATH_NEWS_SECONDS):
+                    death = await self._instance.wait_dead()
+            except TimeoutError:
+                return "its agent does not answer"
+            return f"{death.reason.value}{f' ({death.detail})' if death.detail else ''}"
+        return None
+
+    async def commit(self) -> tuple[Path, int]:
+        path = self._reserved.enter_context(self._manager.catalog.new_layer())
+        return path, await self._instance.commit(path)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        spec = self._instance.spec
+        began = time.monotonic()
+        try:
+            await self._manager.runtime.destroy(spec.sandbox_id)
+        except SandyardError as error:
+            log.error("sandbox of a build could not be destroyed", sandbox=spec.sandbox_id, error=str(error))
+            self._manager.straggle(spec.sandbox_id)
+        finally:
+            self._manager.admission.release(spec.resources)
+        log.debug("sandbox of a build is gone", sandbox=spec.sandbox_id, seconds=time.monotonic() - began)
