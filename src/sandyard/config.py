@@ -11,10 +11,11 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sandyard.errors import ConfigError
 
@@ -150,6 +151,26 @@ class ExtensionSettings(_Section):
     timeout_ms: int = Field(default=5000, ge=1, le=600_000)
 
 
+def _listed(value: object) -> object:
+    # The environment and flags have text only.
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Blocks = Annotated[list[IPv4Network], BeforeValidator(_listed)]
+Addresses = Annotated[list[IPv4Address], BeforeValidator(_listed)]
+
+
+class NetworkSettings(_Section):
+    """What sandboxes reach. With egress off they have no network at all."""
+
+    egress: Literal["off", "on"] = "off"
+    denied: Blocks = []  # never reachable, beside private and special ranges: this node's own public networks, say
+    resolvers: Addresses = []  # where names are resolved; none: the host's resolv.conf
+    subnet: IPv4Network = IPv4Network("10.200.0.0/30")  # inside of every sandbox: they never meet
+    spare: int = Field(default=4, ge=0)  # network namespaces made ahead
+    max_connections: int = Field(default=256, ge=1)  # open at once, per sandbox
+
+
 class Settings(_Section):
     paths: PathSettings = PathSettings()
     server: ServerSettings = ServerSettings()
@@ -157,6 +178,7 @@ class Settings(_Section):
     pool: PoolSettings = PoolSettings()
     container: ContainerSettings = ContainerSettings()
     images: ImageSettings = ImageSettings()
+    network: NetworkSettings = NetworkSettings()
     extension: ExtensionSettings = ExtensionSettings()
     build: BuildSettings = BuildSettings()
 

@@ -1,0 +1,187 @@
+"""The `network` object of the API: checked before anything happens, stored, shown, replaced."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sandyard.config import NetworkSettings
+from sandyard.errors import BadRequest, Unsupported
+from sandyard.network.policy import EVERYWHERE, canonical_domain, canonical_rule, parse_network
+
+DOMAINS_NEED_DENY = (
+    "When specifying allowed domains in allow out, you must include 'ALL_TRAFFIC' in deny out "
+    "to block all other traffic."
+)
+ALL_TRAFFIC = "ALL_TRAFFIC"
+INTERNET = "allowInternetAccess"  # beside the API's own fields, in what is stored
+MAX_ENTRIES = 1000
+MAX_PORTS = 128
+MAX_RULES = 10
+MAX_HEADERS = 20
+_EGRESS = ("allowOut", "denyOut", "dnsServers", "egressProxy", "rules")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
+_MASK = re.compile(r"(?P<host>[^:]+)(:(?P<port>\d{1,5}|\$\{PORT\}))?")
+
+
+def checked_network(
+    network: Mapping[str, Any] | None,
+    allow_internet_access: bool | None,
+    *,
+    secured: bool,
+    settings: NetworkSettings,
+) -> dict[str, Any]:
+    """What to store of a create request: the object's own fields that were set, checked, plus
+    `allowInternetAccess: False` where it was forbidden.
+
+    Raises `BadRequest` for what makes no sense, `Unsupported` for what this node cannot enforce.
+    `allow_internet_access: true` passes on a node without egress, as clients send it unasked: such
+    a sandbox has no network, and its info says so.
+    """
+    given = _egress(network or {}, allow_internet_access, settings)
+    public = _typed(network or {}, "allowPublicTraffic", bool)
+    if public is False and not secured:
+        message = "You cannot create a sandbox with allowPublicTraffic: false without setting secure: true"
+        raise BadRequest(f"{message}.", field="network.allowPublicTraffic")
+    mask = _typed(network or {}, "maskRequestHost", str)
+    ingress = {"allowPublicTraffic": public, "maskRequestHost": mask and _mask(mask), "httpsPorts": _ports(network)}
+    return given | {name: value for name, value in ingress.items() if value is not None}
+
+
+def replaced_network(stored: Mapping[str, Any], update: Mapping[str, Any], settings: NetworkSettings) -> dict[str, Any]:
+    """What to store after PUT: the egress fields of `update` in place of all earlier ones; what
+    concerns traffic into the sandbox stays. Raises as `checked_network` does."""
+    kept = {name: value for name, value in stored.items() if name not in (*_EGRESS, INTERNET)}
+    return kept | _egress(update, _typed(update, "allow_internet_access", bool), settings)
+
+
+def shown_network(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """`network` of the sandbox's info."""
+    return {"allowPublicTraffic": True} | {name: value for name, value in stored.items() if name != INTERNET}
+
+
+def internet_access(stored: Mapping[str, Any], settings: NetworkSettings) -> bool:
+    """`allowInternetAccess` of the sandbox's info: what is so, not what was asked for."""
+    return settings.egress == "on" and stored.get(INTERNET) is not False
+
+
+def _egress(network: Mapping[str, Any], access: bool | None, settings: NetworkSettings) -> dict[str, Any]:
+    denied = [_deny(text) for text in _strings(network, "denyOut")]
+    allowed = _strings(network, "allowOut")
+    domains = [text for text in allowed if parse_network(text) is None]
+    for domain in domains:
+        if canonical_rule(domain) is None:
+            raise BadRequest(f"invalid allowed domain: {domain}", field="network.allowOut")
+    if domains and str(EVERYWHERE) not in denied:
+        raise BadRequest(DOMAINS_NEED_DENY, field="network.denyOut")
+    resolvers = [_resolver(text) for text in _strings(network, "dnsServers")]
+    _rules(network.get("rules"))
+    _proxy(network.get("egressProxy"))
+    if settings.egress == "off" and (allowed or resolvers):
+        field = "allowOut" if allowed else "dnsServers"
+        raise Unsupported(f"network.{field}: sandboxes of this node have no network", remedy="set network.egress = on")
+    fields: dict[str, Any] = {"allowOut": allowed, "denyOut": denied, "dnsServers": resolvers}
+    found = {name: value for name, value in fields.items() if value}
+    return found | ({INTERNET: False} if access is False else {})
+
+
+def _typed(network: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+    value = network.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"network.{name}: Input should be a valid {kind.__name__}", field=f"network.{name}")
+    return value
+
+
+def _strings(network: Mapping[str, Any], name: str) -> list[str]:
+    values = _typed(network, name, list) or []
+    if len(values) > MAX_ENTRIES or not all(isinstance(value, str) and value.isprintable() for value in values):
+        raise BadRequest(f"network.{name}: not a list of at most {MAX_ENTRIES} strings", field=f"network.{name}")
+    return [value.strip() for value in values]
+
+
+def _deny(text: str) -> str:
+    block = EVERYWHERE if text == ALL_TRAFFIC else parse_network(text)
+    if block is None:
+        raise BadRequest(f"invalid denied CIDR {text}", field="network.denyOut")
+    return str(EVERYWHERE) if block == EVERYWHERE else text
+
+
+def _resolver(text: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(text))
+    except ValueError:
+        raise BadRequest(f"invalid DNS server {text}: not an IPv4 address", field="network.dnsServers") from None
+
+
+def _ports(network: Mapping[str, Any] | None) -> Sequence[int] | None:
+    ports = _typed(network or {}, "httpsPorts", list)
+    if ports is None:
+        return None
+    for port in ports:
+        if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+            raise BadRequest(f"invalid httpsPorts port {port}: must be between 1 and 65535", field="network.httpsPorts")
+    if len(ports) > MAX_PORTS:
+        raise BadRequest(f"httpsPorts: {len(ports)} ports, the most is {MAX_PORTS}", field="network.httpsPorts")
+    return list(ports)
+
+
+def _mask(text: str) -> str:
+    match = _MASK.fullmatch(text)
+    host = match and canonical_domain(match["host"])
+    port = match and match["port"]
+    if not match or host is None or (port and port.isdigit() and not 1 <= int(port) <= 65535):
+        raise BadRequest(f"mask request host is not valid: {text}", field="network.maskRequestHost")
+    if host != match["host"].rstrip(".").lower():
+        message = f"mask request host '{text}' is not ASCII. Please use '{host}' instead."
+        raise BadRequest(message, field="network.maskRequestHost")
+    return text
+
+
+def _rules(rules: object) -> None:
+    """Header transforms need TLS to be opened on the way, which this node does not do."""
+    if not rules:
+        return
+    if not isinstance(rules, dict):
+        raise BadRequest("network.rules: Input should be a valid dict", field="network.rules")
+    if len(rules) > MAX_RULES:
+        raise BadRequest(f"network.rules: {len(rules)} domains, the most is {MAX_RULES}", field="network.rules")
+    for domain, transforms in rules.items():
+        _rule(domain, transforms)
+    raise Unsupported("network.rules: headers of outgoing requests cannot be transformed by this node")
+
+
+def _rule(domain: str, rules: object) -> None:
+    where = f"network.rules.{domain}"
+    if canonical_rule(domain) is None or len(domain) > 128:
+        raise BadRequest(f"network.rules: invalid domain: {domain}", field="network.rules")
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise BadRequest(f"{where}: Input should be a list of objects", field=where)
+    if len(rules) > 1:
+        raise BadRequest(f"{where}: {len(rules)} transforms, the most is 1", field=where)
+    transform = rules[0].get("transform") if rules else None
+    headers = transform.get("headers") if isinstance(transform, dict) else None
+    if headers is not None and not isinstance(headers, dict):
+        raise BadRequest(f"{where}: headers should be an object", field=where)
+    if len(headers or {}) > MAX_HEADERS:
+        raise BadRequest(f"{where}: {len(headers or {})} headers, the most is {MAX_HEADERS}", field=where)
+    for name, value in (headers or {}).items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise BadRequest(
+                f"{where}: header name '{name[:80]}' is not one, or over its maximum length of 64", field=where
+            )
+        if not isinstance(value, str) or len(value) > 2048 or not value.isprintable():
+            raise BadRequest(
+                f"{where}: value of header {name} is no text, or over its maximum length of 2048", field=where
+            )
+
+
+def _proxy(proxy: object) -> None:
+    if proxy is None:
+        return
+    if not isinstance(proxy, dict) or not isinstance(proxy.get("address"), str):
+        raise BadRequest(
+            "network.egressProxy: an object with a string 'address' is needed", field="network.egressProxy"
+        )
+    raise Unsupported("network.egressProxy: connections cannot be tunnelled through a proxy by this node")
