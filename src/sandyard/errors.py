@@ -20,6 +20,7 @@ are no rollout's: they end the run. The tree:
     ├── ClientError                 boundary client
     │   ├── BadRequest              (ValueError) names the field
     │   ├── Unauthorized            missing or wrong key
+    │   ├── Forbidden               it is there to use, and not the caller's to change
     │   ├── NotFound                (LookupError) names what was looked for, and near names
     │   ├── Conflict                the state does not allow it
     │   ├── Unsupported             this runtime cannot do it; said before acting
@@ -91,6 +92,10 @@ class BadRequest(ClientError, ValueError):
 
 class Unauthorized(ClientError):
     http_status = 401
+
+
+class Forbidden(ClientError):
+    http_status = 403
 
 
 class NotFound(ClientError, LookupError):
