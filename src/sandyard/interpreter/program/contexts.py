@@ -130,8 +130,8 @@ class Context:
 
     async def _calm(self, kernel: Kernel, work: asyncio.Future[Message]) -> None:
         """Interrupt what runs, and end the kernel if that does not help."""
-        for _ in range(int(INTERRUPT_SECONDS / INTERRUPT_AGAIN)):
-            kernel.interrupt()
+        for attempt in range(int(INTERRUPT_SECONDS / INTERRUPT_AGAIN)):
+            kernel.interrupt(again=attempt > 0)
             await asyncio.wait((work,), timeout=INTERRUPT_AGAIN)
             if work.done():
                 break

@@ -80,13 +80,14 @@ class Kernel:
 
         Raises `KernelDied`. `on_message` must not wait."""
         asked = self._client.execute(code, silent=silent, allow_stdin=False, stop_on_error=False)
-        listening = asyncio.ensure_future(self._listen(asked, on_message))
+        listening = asyncio.ensure_future(self._listen(asked, asked, on_message))
         replying = asyncio.ensure_future(self._reply(asked))
         try:
             await self._first(replying)
             with contextlib.suppress(TimeoutError):  # the last messages may have been lost in a flood
                 async with asyncio.timeout(QUIET_SECONDS):
                     await self._first(listening)
+                    await self._settle(asked, on_message)
             return replying.result()
         finally:
             for task in (listening, replying):
@@ -101,8 +102,12 @@ class Kernel:
         except TimeoutError as error:
             raise KernelStuck("the kernel does not answer") from error
 
-    def interrupt(self) -> None:
-        self._signal(signal.SIGINT)
+    def interrupt(self, *, again: bool = False) -> None:
+        """Ask for an end of what runs. Asked `again`, a kernel that takes messages for it may end as a whole."""
+        if self.language.interrupt == "message" and not again:
+            self._client.control_channel.send(self._client.session.msg("interrupt_request"))
+        else:
+            self._signal(signal.SIGINT)
 
     async def stop(self) -> None:
         """End the process and what it started in its group. Idempotent."""
@@ -133,7 +138,7 @@ class Kernel:
     async def _until_ready(self) -> None:
         client = self._client
         client.load_connection_file(str(self._connection))
-        client.start_channels(shell=True, iopub=True, stdin=False, hb=False, control=False)
+        client.start_channels(shell=True, iopub=True, stdin=False, hb=False, control=True)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             client.kernel_info()
@@ -144,14 +149,24 @@ class Kernel:
                 return
         raise KernelStuck(f"the {self.language.name} kernel did not answer in {START_SECONDS:g} s")
 
-    async def _listen(self, asked: str, on_message: Callable[[Message], None]) -> None:
+    async def _listen(self, asked: str, last: str, on_message: Callable[[Message], None]) -> int:
+        """Hand on what is about `asked` until the kernel is idle again after `last`; how much that was."""
+        heard = 0
         while True:
             message = await self._client.get_iopub_msg(timeout=None)
-            if message["parent_header"].get("msg_id") != asked:
-                continue
-            on_message(message)
-            if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
-                return
+            about = message["parent_header"].get("msg_id")
+            if about == asked:
+                heard += 1
+                on_message(message)
+            if about == last and message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+                return heard
+
+    async def _settle(self, asked: str, on_message: Callable[[Message], None]) -> None:
+        """Ask for something else until nothing more about `asked` comes before its answer."""
+        heard = int(self.language.late)
+        while heard:
+            listening = asyncio.ensure_future(self._listen(asked, self._client.kernel_info(), on_message))
+            heard = await self._first(listening)
 
     async def _reply(self, asked: str) -> Message:
         while True:

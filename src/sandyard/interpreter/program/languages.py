@@ -19,15 +19,16 @@ _BINARIES = Path(sys.executable).parent
 class Language:
     """`argv` starts the kernel with a connection file. `enter` is code that sets variables and keeps what
     was there, `leave` puts that back; without a `leave` the next `enter` begins anew. Both are run where
-    the user does not see them. `interrupts` is false for a kernel that an interrupt ends,
-    `sockets` is what it can listen on."""
+    the user does not see them. `interrupt` is how what runs is asked to end, `sockets` what the kernel can
+    listen on, and `late` is true for one that may say that it is idle before it has said everything."""
 
     name: str
     argv: Callable[[str], Sequence[str]]
     enter: Callable[[Mapping[str, str]], str]
     leave: str
-    interrupts: bool = True
+    interrupt: Literal["signal", "message"] = "signal"
     sockets: Literal["ipc", "tcp"] = "ipc"
+    late: bool = False
 
 
 class UnknownLanguage(ValueError):
@@ -113,6 +114,8 @@ _JAVASCRIPT_LEAVE = (
 _SHORT = {"js": "javascript", "ts": "typescript", "sh": "bash", "py": "python", "python3": "python"}
 _PYTHON = Language("python", _python_argv, _python_enter, _PYTHON_LEAVE)
 _BASH = Language("bash", _bash_argv, _bash_enter, _BASH_LEAVE)
-_JAVASCRIPT = Language("javascript", _deno_argv, _javascript_enter, _JAVASCRIPT_LEAVE, interrupts=False, sockets="tcp")
+_JAVASCRIPT = Language(
+    "javascript", _deno_argv, _javascript_enter, _JAVASCRIPT_LEAVE, interrupt="message", sockets="tcp", late=True
+)
 # Deno runs TypeScript, of which JavaScript is a part.
 _LANGUAGES = {"python": _PYTHON, "bash": _BASH, "javascript": _JAVASCRIPT, "typescript": _JAVASCRIPT}
