@@ -11,7 +11,10 @@ from sandyard.errors import DeathReason
 
 @dataclass(frozen=True, slots=True)
 class SandboxRecord:
-    """A sandbox that has been promised to somebody. Times are seconds since the epoch."""
+    """A sandbox that has been promised to somebody. Times are seconds since the epoch.
+
+    `state` is running or paused; `layers` are paths, the topmost first; `start` holds start_cmd and
+    ready_cmd where there are such. Of a paused one: since when, and with what (full, filesystem)."""
 
     id: str
     tenant: str
@@ -29,6 +32,15 @@ class SandboxRecord:
     idle_timeout: float | None = None
     lease_id: str | None = None
     extension: Mapping[str, Any] = field(default_factory=dict)
+    build_id: str = ""
+    layers: Sequence[str] = ()
+    start: Mapping[str, str] = field(default_factory=dict)
+    network: Mapping[str, Any] = field(default_factory=dict)
+    pause_memory: bool = True
+    auto_resume: bool = False
+    state: str = "running"
+    paused_at: float | None = None
+    pause_mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from sandyard.store.database import Database
 from sandyard.store.records import DeathRecord, LeaseRecord, SandboxRecord
 from sandyard.store.schema import api_keys, leases, sandboxes
 
-ALIVE, DEAD = "running", "dead"
+RUNNING, PAUSED, DEAD = "running", "paused", "dead"
 
 
 class Store:
@@ -33,10 +33,19 @@ class Store:
 
     async def add_sandbox(self, record: SandboxRecord) -> None:
         values = {name: getattr(record, name) for name in SandboxRecord.__slots__}
-        await self._execute(sandboxes.insert(), {**values, "state": ALIVE})
+        await self._execute(sandboxes.insert(), {**values, "layers": list(record.layers)})
 
     async def set_end(self, sandbox_id: str, end_at: float) -> None:
         await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(end_at=end_at))
+
+    async def set_paused(self, sandbox_id: str, at: float, mode: str) -> None:
+        values = {"state": PAUSED, "paused_at": at, "pause_mode": mode}
+        await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(values))
+
+    async def set_running(self, sandbox_id: str, end_at: float) -> None:
+        """It was paused, and lives until `end_at` now."""
+        values = {"state": RUNNING, "paused_at": None, "pause_mode": None, "end_at": end_at}
+        await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(values))
 
     async def set_extension(self, sandbox_id: str, extension: Mapping[str, Any]) -> None:
         values = {"extension": dict(extension)}
@@ -54,9 +63,9 @@ class Store:
         await self._execute(sandboxes.update().where(sandboxes.c.id == record.id).values(values))
 
     async def living(self) -> Sequence[SandboxRecord]:
-        rows = await self._database.run(
-            lambda c: c.execute(sandboxes.select().where(sandboxes.c.state == ALIVE)).mappings().all()
-        )
+        """The running and the paused."""
+        query = sandboxes.select().where(sandboxes.c.state.in_((RUNNING, PAUSED)))
+        rows = await self._database.run(lambda c: c.execute(query).mappings().all())
         return [SandboxRecord(**{name: row[name] for name in SandboxRecord.__slots__}) for row in rows]
 
     async def dead(self, since: float) -> Sequence[DeathRecord]:

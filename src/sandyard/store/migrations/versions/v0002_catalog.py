@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -42,10 +44,26 @@ def upgrade() -> None:
         sa.Column("build_id", sa.String(64), nullable=False),
         sa.Column("created_at", sa.Double, nullable=False),
     )
-    op.add_column("sandboxes", sa.Column("extension", sa.JSON, nullable=False, server_default="{}"))
+    for column in _columns():
+        op.add_column("sandboxes", column)
+
+
+def _columns() -> list[sa.Column[Any]]:
+    return [
+        sa.Column("extension", sa.JSON, nullable=False, server_default="{}"),
+        sa.Column("build_id", sa.String(64), nullable=False, server_default=""),
+        sa.Column("layers", sa.JSON, nullable=False, server_default="[]"),
+        sa.Column("start", sa.JSON, nullable=False, server_default="{}"),
+        sa.Column("network", sa.JSON, nullable=False, server_default="{}"),
+        sa.Column("pause_memory", sa.Boolean, nullable=False, server_default=sa.true()),
+        sa.Column("auto_resume", sa.Boolean, nullable=False, server_default=sa.false()),
+        sa.Column("paused_at", sa.Double, nullable=True),
+        sa.Column("pause_mode", sa.String(16), nullable=True),
+    ]
 
 
 def downgrade() -> None:
-    op.drop_column("sandboxes", "extension")
+    for column in _columns():
+        op.drop_column("sandboxes", column.name)
     for table in ("tags", "builds", "templates"):
         op.drop_table(table)
