@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from sandyard.errors import BadRequest
+from sandyard.errors import BadRequest, NotFound
 from sandyard.sandboxes import Template
 from sandyard.sandboxes.catalog import Reference, check_new_tag, check_tag
 from sandyard.server.control.builds import own_template
@@ -54,8 +54,12 @@ async def list_v2(
 
 @router.get("/templates/aliases/{alias:path}")
 async def alias(alias: str, here: Here, tenant: Tenant) -> TemplateAlias:
-    """Whether a name, or `name:tag`, has a build that sandboxes can start from."""
-    template, _ = here.manager.catalog.resolve(alias, tenant)
+    """Whether a name, or `name:tag`, is there: one whose builds all failed is not."""
+    template = here.manager.catalog.find(alias, tenant)
+    if Reference.parse(alias).tag is not None:
+        here.manager.catalog.resolve(alias, tenant)
+    elif all(build.status in ("error", "waiting") for build in template.builds.values()):
+        raise NotFound(f"template '{alias}' has no build that is ready or under way")
     return TemplateAlias(templateID=template.id, public=template.public)
 
 
@@ -79,10 +83,17 @@ async def remove_tags(body: OldTags, here: Here, tenant: Tenant) -> None:
 
 @router.get("/templates/{template_id:path}/tags")
 async def list_tags(template_id: str, here: Here, tenant: Tenant) -> list[TagInfo]:
-    """The tags of a template, the newest first."""
+    """The tags of a template, the newest first.
+
+    A build that is under way has its tags here already, so that whoever wants the same waits for it; what
+    is started by a tag is the ready build until then."""
     template = here.manager.catalog.find(template_id, tenant)
-    tags = sorted(template.tags.items(), key=lambda item: (item[1][1], item[0]), reverse=True)
-    return [TagInfo(tag=tag, buildID=build_id, createdAt=moment(at)) for tag, (build_id, at) in tags]
+    tags = dict(template.tags)
+    for build in template.builds.values():
+        if build.status == "building":
+            tags |= {tag: (build.id, build.created_at) for tag in build.config.get("tags", ())}
+    newest_first = sorted(tags.items(), key=lambda item: (item[1][1], item[0]), reverse=True)
+    return [TagInfo(tag=tag, buildID=build_id, createdAt=moment(at)) for tag, (build_id, at) in newest_first]
 
 
 @router.get("/templates/{template_id:path}")
