@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from sandyard.runtimes.memory import MemoryRuntime
 from sandyard.server.app import Application
 from sandyard.server.auth import Keys
 from sandyard.server.build import application
-from sandyard.server.serve import open_socket, uvicorn_config
+from sandyard.server.listen import open_socket
+from sandyard.server.serve import uvicorn_config
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ class LiveServer:
         self.loop: asyncio.AbstractEventLoop
         self._up = threading.Event()
         self._server: uvicorn.Server | None = None
+        self.tls: ssl.SSLContext | None = None
         self._listener = open_socket(settings)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -88,7 +91,7 @@ class LiveServer:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         async with application(self.settings, self.runtime) as self.app:
-            config = uvicorn_config(self.app, self.settings)
+            config = uvicorn_config(self.app, self.settings, self.tls)
             config.timeout_graceful_shutdown = 1
             self._server = uvicorn.Server(config)
             serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))

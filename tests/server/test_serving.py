@@ -16,8 +16,8 @@ import pytest
 from sandyard.config import ServerSettings, Settings
 from sandyard.errors import ConfigError, Conflict, HostError
 from sandyard.server.embedded import EmbeddedServer
+from sandyard.server.listen import check_address, open_socket
 from sandyard.server.lock import DirectoryLock
-from sandyard.server.serve import check_address, open_socket
 from tests.server.conftest import memory_settings
 from tests.server.test_data_plane import open_stream, read_on
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,6 +25,15 @@ def serve(
     allow_public: Annotated[
         bool | None, typer.Option("--allow-public", help="listen on a public address without TLS")
     ] = None,
+    domain: Annotated[
+        str | None, typer.Option(help="serve sandboxes as {port}-{id}.DOMAIN and the API as api.DOMAIN")
+    ] = None,
+    tls_port: Annotated[int | None, typer.Option(help="serve HTTPS too, on this port; 0 takes a free one")] = None,
+    tls_host: Annotated[str | None, typer.Option(help="address of the TLS port [that of --host]")] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM certificate for *.DOMAIN [one of a CA made in the state directory]")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
     runtime: Annotated[str | None, typer.Option(help="how sandboxes are isolated: container [default]")] = None,
     max_count: Annotated[int | None, typer.Option(help="most sandboxes at once; 0: as many as memory allows")] = None,
     keep_sandboxes: Annotated[
@@ -35,6 +45,11 @@ def serve(
         "server.host": host,
         "server.port": port,
         "server.allow_public": allow_public or None,
+        "server.domain": domain,
+        "server.tls_port": tls_port,
+        "server.tls_host": tls_host,
+        "server.tls_cert": tls_cert,
+        "server.tls_key": tls_key,
         "server.keep_sandboxes": keep_sandboxes,
         "sandbox.runtime": runtime,
         "sandbox.max_count": max_count,

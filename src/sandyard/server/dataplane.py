@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 import structlog
 from starlette.types import Receive, Scope, Send
 
+from sandyard.config import bare_domain
 from sandyard.errors import AgentLinkError, NotFound, SandboxDied, SandyardError
 from sandyard.sandboxes import Sandbox, SandboxManager
 from sandyard.server.envd.call import Aborted, Call, Guest
@@ -35,7 +36,9 @@ class DataPlane:
         self._tokens = tokens
         self._envd = EnvdRouter(usage)
         self._guests: dict[str, Guest] = {}
-        self._host = re.compile(_HOST % re.escape(domain.lower().encode())) if domain else None
+        bare = bare_domain(domain).encode() if domain else b""
+        self._host = re.compile(_HOST % re.escape(bare)) if domain else None
+        self._api_host = re.compile(rb"api\.%b(?::\d{1,5})?" % re.escape(bare)) if domain else None
         manager.on_death.append(self._died)
 
     def route(self, scope: Scope) -> tuple[str, int | None] | None:
@@ -49,8 +52,11 @@ class DataPlane:
                 port = value
             elif name == b"host":
                 host = value
-        if self._host is not None and host is not None and (match := self._host.fullmatch(host.lower())):
-            port, sandbox_id = match.groups()
+        if self._host is not None and self._api_host is not None and host is not None:
+            if self._api_host.fullmatch(host := host.lower()):
+                return None
+            if match := self._host.fullmatch(host):
+                port, sandbox_id = match.groups()
         if sandbox_id is None:
             return self._signed(scope)
         if port is None:

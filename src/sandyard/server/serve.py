@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import gc
-import ipaddress
 import math
 import signal
-import socket
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import structlog
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
 from sandyard.config import Settings
-from sandyard.errors import ConfigError, HostError
+from sandyard.errors import SandyardError
 from sandyard.server.build import application
+from sandyard.server.listen import (
+    Listener,
+    answers,
+    check_address,
+    open_socket,
+    open_tls_socket,
+    url_of,
+    with_public_port,
+)
 from sandyard.server.lock import DirectoryLock
 from sandyard.server.logs import set_up_logs
 from sandyard.server.protocol import BoundedHttp, Stoppable
 from sandyard.server.tokens import KEY_FILE, secrets_dir
 
+if TYPE_CHECKING:
+    from sandyard.server.tls import TlsIdentity
+
+log = structlog.get_logger("sandyard.server")
+
+REFRESH_SECONDS = 6 * 3600.0  # between looks at whether the certificate is due or was replaced
 KEEP_ALIVE_SECONDS = 120  # longer than clients keep idle connections, so that they close them and not we
-SELF_CHECK_SECONDS = 10.0
 
 Ready = Callable[[str, Path], None]
 Stop = Callable[[Callable[[], None]], None]
@@ -41,48 +55,28 @@ def run_server(settings: Settings, *, on_ready: Ready | None = None, watch_stop:
     """
     set_up_logs()
     check_address(settings)
-    with DirectoryLock(settings.paths.state) as state, _run_lock(settings), open_socket(settings) as listener:
-        state.describe(url_of(listener))
-        uvloop.run(_serve(settings, listener, on_ready or print_ready, watch_stop))
+    with contextlib.ExitStack() as held:
+        state = held.enter_context(DirectoryLock(settings.paths.state))
+        held.enter_context(_run_lock(settings))
+        plain = held.enter_context(open_socket(settings))
+        listeners = [Listener(plain)]
+        if settings.server.tls_port is not None:
+            from sandyard.server.tls import TlsIdentity  # cryptography takes 0.2 s to load
+
+            listeners.append(Listener(held.enter_context(open_tls_socket(settings)), TlsIdentity(settings)))
+            settings = with_public_port(settings, listeners[1].socket)
+        state.describe(url_of(plain))
+        uvloop.run(_serve(settings, listeners, on_ready, watch_stop))
 
 
 def print_ready(url: str, key_file: Path) -> None:
     print(f"sandyard is ready at {url}; the API key lies in {key_file}", flush=True)
 
 
-def check_address(settings: Settings) -> None:
-    """Raises `ConfigError` for an address that others can reach, unless that was asked for."""
-    host = settings.server.host
-    if settings.server.allow_public or host == "localhost":
-        return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    raise ConfigError(
-        f"setting server.host: {host} can be reached from elsewhere, and the API has no TLS of its own",
-        remedy="listen on 127.0.0.1 and forward the port by SSH, or set server.allow_public",
-    )
-
-
-def open_socket(settings: Settings) -> socket.socket:
-    """Bind and listen. Raises `HostError` with the remedy."""
-    host, port = settings.server.host, settings.server.port
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=2048)
-        # Inherited by connections; without it the second write of a response may wait 40 ms.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            remedy = f"see who has it with 'ss -ltnp sport = :{port}', or set another server.port"
-            raise HostError(f"port {port} on {host} is in use", remedy=remedy) from error
-        raise HostError(f"cannot listen on {host} port {port}: {error.strerror}", remedy="check server.host") from error
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def tls_hint(domain: str | None, identity: TlsIdentity) -> str:
+    """What a client must set to use the TLS port."""
+    trust = f" SSL_CERT_FILE={identity.ca} NODE_EXTRA_CA_CERTS={identity.ca}" if identity.ca is not None else ""
+    return f"for TLS set E2B_DOMAIN={domain or '<its domain>'}{trust}"
 
 
 @contextlib.contextmanager
@@ -106,8 +100,8 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    return uvicorn.Config(
+def uvicorn_config(app: ASGIApp, settings: Settings, tls: ssl.SSLContext | None = None) -> uvicorn.Config:
+    config = uvicorn.Config(
         Stoppable(app),
         http=BoundedHttp,
         ws="websockets-sansio",
@@ -119,40 +113,60 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         timeout_graceful_shutdown=math.ceil(settings.server.drain_seconds),
         ws_max_size=16 << 20,
     )
+    config.load()
+    config.ssl = tls
+    return config
 
 
-async def _serve(settings: Settings, listener: socket.socket, on_ready: Ready, watch_stop: Stop | None) -> None:
+async def _serve(
+    settings: Settings, listeners: list[Listener], on_ready: Ready | None, watch_stop: Stop | None
+) -> None:
     async with application(settings) as app:
-        server = _Server(uvicorn_config(app, settings))
+        contexts = [where.tls.context if where.tls else None for where in listeners]
+        servers = [_Server(uvicorn_config(app, settings, context)) for context in contexts]
+
+        def stop() -> None:
+            for server in servers:
+                server.stop()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.stop)
+            loop.add_signal_handler(number, stop)
         if watch_stop is not None:
-            watch_stop(server.stop)
+            watch_stop(stop)
         gc.collect()
         gc.freeze()  # what is loaded now stays: the collector need not look at it again
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        pairs = zip(servers, listeners, strict=True)
+        serving = asyncio.gather(*(server.serve(sockets=[where.socket]) for server, where in pairs))
+        refreshing = [asyncio.ensure_future(_refresh(where.tls)) for where in listeners if where.tls]
         try:
-            await _answers(listener)
-            on_ready(url_of(listener), secrets_dir(settings.paths.state) / KEY_FILE)
+            for where in listeners:
+                await answers(where)
+            _tell_ready(settings, listeners, on_ready)
         except BaseException:
-            server.stop()
+            stop()
             raise
         finally:
             await serving
+            for task in refreshing:
+                task.cancel()
 
 
-async def _answers(listener: socket.socket) -> None:
-    """Return when the server answers a request of its own. Raises `HostError`."""
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    try:
-        async with asyncio.timeout(SELF_CHECK_SECONDS):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            status = await reader.readline()
-            writer.close()
-    except (OSError, TimeoutError) as error:
-        raise HostError(f"the server does not answer on {host} port {port}: {error}") from error
-    if b" 204 " not in status:
-        raise HostError(f"the server answers its own health check with {status!r}")
+def _tell_ready(settings: Settings, listeners: list[Listener], on_ready: Ready | None) -> None:
+    ready = url_of(listeners[0].socket), secrets_dir(settings.paths.state) / KEY_FILE
+    if on_ready is not None:
+        on_ready(*ready)
+        return
+    print_ready(*ready)
+    for where in listeners:
+        if where.tls:
+            print(tls_hint(settings.server.domain, where.tls), flush=True)
+
+
+async def _refresh(tls: TlsIdentity) -> None:
+    while True:
+        await asyncio.sleep(REFRESH_SECONDS)
+        try:
+            tls.refresh()
+        except SandyardError as error:
+            log.error("the TLS certificate could not be renewed; the old one is still shown", error=str(error))
