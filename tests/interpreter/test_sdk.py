@@ -203,10 +203,10 @@ async def test_executions_side_by_side(async_box: AsyncSandbox) -> None:
     began = time.monotonic()
     executions = await asyncio.gather(
         *(async_box.run_code(code.format(n), context=context) for n, context in enumerate(contexts)),
-        *(async_box.run_code(f"n = {n}; n") for n in range(10)),
+        *(async_box.run_code(f"n = {n}; n") for n in range(3)),
     )
     assert time.monotonic() - began < 20
-    assert [execution.text for execution in executions] == ["0", "1", "2", *map(str, range(10))]
+    assert [execution.text for execution in executions] == ["0", "1", "2", "0", "1", "2"]
     for n, execution in enumerate(executions[:3]):
         assert "".join(execution.logs.stdout) == f"{n}\n" * 5
 

@@ -118,9 +118,14 @@ class TemplateStore:
         return await asyncio.to_thread(build)
 
     def delete(self, name: str) -> None:
-        """Forget a template. Sandboxes that run from it keep what they have open only: stop them first."""
+        """Forget a template. Sandboxes that run from it keep what they have open only: stop them first.
+
+        Raises `NotFound`, and `Conflict` where another template is made from it."""
         if self.find(name) is None:
             raise NotFound(f"template {name!r} does not exist")
+        for other in self.list():
+            if other.name != name and any((self.home / name) in layer.parents for layer in other.rootfs.layers):
+                raise Conflict(f"template {other.name!r} is made from {name!r}", remedy="delete that one first")
         (self.home / name / "template.json").unlink()
         shutil.rmtree(self.home / name)
 
