@@ -11,7 +11,6 @@ import ipaddress
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
@@ -114,10 +113,9 @@ CLOSED = Policy(denied=(EVERYWHERE,))
 OPEN = Policy()
 
 
-@lru_cache(maxsize=8)
-def never_allowed(more: tuple[str, ...]) -> tuple[IPv4Network, ...]:
+def never_allowed(more: Iterable[IPv4Network]) -> tuple[IPv4Network, ...]:
     """`NEVER` and what the node's operator adds (`network.denied`), without overlaps."""
-    return tuple(ipaddress.collapse_addresses([*NEVER, *(IPv4Network(text, strict=False) for text in more)]))
+    return tuple(ipaddress.collapse_addresses([*NEVER, *more]))
 
 
 def _v4(blocks: Iterable[IPv4Network | ipaddress.IPv6Network | None]) -> tuple[IPv4Network, ...]:

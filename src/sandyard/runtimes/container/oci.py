@@ -59,7 +59,7 @@ def configuration(
         "root": {"path": str(rootfs), "readonly": False},
         "process": _process(spec.rootfs.env),
         "mounts": [
-            *_mounts(),
+            *_mounts(spec.network),
             {
                 "destination": AGENT_PATH,
                 "source": str(agent),
@@ -68,12 +68,13 @@ def configuration(
             },
         ],
         "linux": {
-            "namespaces": [{"type": name} for name in ("user", "pid", "mount", "uts", "ipc", "network", "cgroup")],
+            "namespaces": [*_namespaces(), _network(spec.network)],
             "uidMappings": [{"containerID": 0, "hostID": uid_base, "size": ID_COUNT}],
             "gidMappings": [{"containerID": 0, "hostID": uid_base, "size": ID_COUNT}],
             "cgroupsPath": cgroup,
             "resources": limits(spec.resources, swap_limit=swap_limit),
-            "sysctl": {"net.ipv4.ip_unprivileged_port_start": "0"},
+            # A namespace that was made for it has this already, and belongs to the host.
+            "sysctl": {} if spec.network else {"net.ipv4.ip_unprivileged_port_start": "0"},
             "seccomp": _profile(),
             "maskedPaths": MASKED,
             "readonlyPaths": READONLY,
@@ -117,7 +118,15 @@ def _profile() -> dict[str, Any]:
     return profile()
 
 
-def _mounts() -> list[dict[str, Any]]:
+def _namespaces() -> list[dict[str, Any]]:
+    return [{"type": name} for name in ("user", "pid", "mount", "uts", "ipc", "cgroup")]
+
+
+def _network(path: Path | None) -> dict[str, Any]:
+    return {"type": "network"} if path is None else {"type": "network", "path": str(path)}
+
+
+def _mounts(network: Path | None) -> list[dict[str, Any]]:
     quiet = ["nosuid", "noexec", "nodev"]
     return [
         _mount("/proc", "proc", *quiet),
@@ -125,7 +134,10 @@ def _mounts() -> list[dict[str, Any]]:
         _mount("/dev/pts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"),
         _mount("/dev/shm", "tmpfs", *quiet, "mode=1777", f"size={SHM_MB}m", source="shm"),
         _mount("/dev/mqueue", "mqueue", *quiet),
-        _mount("/sys", "sysfs", *quiet, "ro"),
+        # Only who owns a network namespace may mount its sysfs; a joined one comes with it mounted.
+        _mount("/sys", "sysfs", *quiet, "ro")
+        if network is None
+        else _mount("/sys", "bind", "bind", *quiet, "ro", source=str(network.with_name("sys"))),
     ]
 
 

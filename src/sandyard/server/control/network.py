@@ -9,7 +9,7 @@ from typing import Any
 
 from sandyard.config import NetworkSettings
 from sandyard.errors import BadRequest, Unsupported
-from sandyard.network.policy import EVERYWHERE, canonical_domain, canonical_rule, parse_network
+from sandyard.network.policy import EVERYWHERE, canonical_domain, canonical_rule, never_allowed, parse_network
 
 DOMAINS_NEED_DENY = (
     "When specifying allowed domains in allow out, you must include 'ALL_TRAFFIC' in deny out "
@@ -76,7 +76,7 @@ def _egress(network: Mapping[str, Any], access: bool | None, settings: NetworkSe
             raise BadRequest(f"invalid allowed domain: {domain}", field="network.allowOut")
     if domains and str(EVERYWHERE) not in denied:
         raise BadRequest(DOMAINS_NEED_DENY, field="network.denyOut")
-    resolvers = [_resolver(text) for text in _strings(network, "dnsServers")]
+    resolvers = [_resolver(text, settings) for text in _strings(network, "dnsServers")]
     _rules(network.get("rules"))
     _proxy(network.get("egressProxy"))
     if settings.egress == "off" and (allowed or resolvers):
@@ -108,11 +108,14 @@ def _deny(text: str) -> str:
     return str(EVERYWHERE) if block == EVERYWHERE else text
 
 
-def _resolver(text: str) -> str:
+def _resolver(text: str, settings: NetworkSettings) -> str:
     try:
-        return str(ipaddress.IPv4Address(text))
+        address = ipaddress.IPv4Address(text)
     except ValueError:
         raise BadRequest(f"invalid DNS server {text}: not an IPv4 address", field="network.dnsServers") from None
+    if any(address in block for block in never_allowed(settings.denied)):
+        raise BadRequest(f"invalid DNS server {text}: never reachable from a sandbox", field="network.dnsServers")
+    return str(address)
 
 
 def _ports(network: Mapping[str, Any] | None) -> Sequence[int] | None:
