@@ -37,7 +37,8 @@ PACKAGES = (
 )
 HOME = "/opt/sandyard/interpreter"
 START = f"{HOME}/start"
-READY = f"curl --silent --fail --output /dev/null http://127.0.0.1:{PORT}/health"
+# Looks often: a sandbox should not wait for whoever asks now and then.
+READY = f"until curl --silent --fail --output /dev/null http://127.0.0.1:{PORT}/health; do sleep 0.02; done"
 
 _FORMAT = 1  # change when the making changes
 _WHEELS = "/opt/sandyard/wheels"
@@ -68,7 +69,7 @@ python3 "$pip/pip" uninstall -y jedi parso
 
 def digest(base: Template) -> str:
     """The hash of all that the template depends on."""
-    state = hashlib.sha256(json.dumps([_FORMAT, PACKAGES, _START, _PIP, _INSTALL, base.template_id]).encode())
+    state = hashlib.sha256(json.dumps([_FORMAT, PACKAGES, READY, _START, _PIP, _INSTALL, base.template_id]).encode())
     for name, content in _program().items():
         state.update(name.encode() + b"\0" + content)
     return state.hexdigest()
