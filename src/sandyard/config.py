@@ -87,6 +87,8 @@ class SandboxSettings(_Section):
     pids: int = Field(default=256, ge=8)
     timeout: float = Field(default=300.0, gt=0)  # default lifetime, seconds
     max_timeout: float = Field(default=86400.0, gt=0)
+    max_paused: float = Field(default=30 * 86400.0, gt=0)  # seconds after which a paused one is destroyed
+    ready_timeout: float = Field(default=60.0, gt=0)  # seconds for the start command of a template to become ready
     max_count: int = Field(default=0, ge=0)  # 0: from the host's memory
     memory_overcommit: float = Field(default=8.0, ge=1)  # sum of memory limits over the host's memory
     start_concurrency: int = Field(default=0, ge=0)  # 0: four per core

@@ -34,7 +34,7 @@ class Capabilities:
     pause_keeps_memory: bool = False
     file_snapshot: bool = False  # `Instance.commit`
     halt: bool = False  # `Runtime.halt` and `Runtime.boot`: a pause that keeps files only
-    network: bool = False
+    network: bool = False  # `SandboxSpec.network`
     hard_disk_limit: bool = False
 
 
@@ -56,7 +56,9 @@ class SandboxSpec:
     rootfs: Rootfs
     resources: Resources = Resources()
     hostname: str = "sandbox"
-    network: Path | None = None  # a network namespace to join; None: a network of its own with nothing in it
+    # A network namespace to join, beside which lie its sysfs (`sys`) and a `resolv.conf`; None: one of its
+    # own with nothing in it.
+    network: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,10 @@ class Runtime(ABC):
 
         Raises `CreateFailed`, and the sandbox is halted as before."""
         raise Unsupported(f"{type(self).__name__} cannot boot a halted sandbox")
+
+    async def commit_halted(self, sandbox_id: str, target: Path) -> int:
+        """`Instance.commit` of a halted sandbox."""
+        raise Unsupported(f"{type(self).__name__} cannot commit a halted sandbox's files")
 
     @abstractmethod
     async def destroy(self, sandbox_id: str) -> None:

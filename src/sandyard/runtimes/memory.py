@@ -140,6 +140,11 @@ class MemoryRuntime(Runtime):
         self._halted.pop(spec.sandbox_id)
         return instance
 
+    async def commit_halted(self, sandbox_id: str, target: Path) -> int:
+        if sandbox_id not in self._halted:
+            raise SandboxError(f"sandbox {sandbox_id} is not halted")
+        return await asyncio.to_thread(_write, target, json.dumps(self._halted[sandbox_id]).encode())
+
     async def destroy(self, sandbox_id: str) -> None:
         self._halted.pop(sandbox_id, None)
         instance = self.instances.pop(sandbox_id, None)

@@ -5,24 +5,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from sandyard.config import Settings
-from sandyard.errors import BadRequest, DeathReason, HostError, NotFound, SandboxDied, SandboxError, SandyardError
-from sandyard.runtimes.base import Instance, Resources, Runtime, SandboxSpec
+from sandyard.errors import (
+    BadRequest,
+    Conflict,
+    DeathReason,
+    HostError,
+    NotFound,
+    SandboxDied,
+    SandboxError,
+    SandyardError,
+)
+from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, SandboxSpec
 from sandyard.sandboxes.admission import Admission
 from sandyard.sandboxes.catalog import Catalog
+from sandyard.sandboxes.copying import KIND, Copying
 from sandyard.sandboxes.extension import Extension, NoExtension
 from sandyard.sandboxes.graveyard import Graveyard
 from sandyard.sandboxes.leases import Lease, Leases
 from sandyard.sandboxes.log import DeadLogs, Level, SandboxLog
-from sandyard.sandboxes.model import CreateRequest, Defaults, Sandbox, State, new_id
+from sandyard.sandboxes.model import CreateRequest, Defaults, OnTimeout, PauseMode, Sandbox, State, new_id
+from sandyard.sandboxes.pausing import Pausing
 from sandyard.sandboxes.pool import Shelf, WarmPool
 from sandyard.sandboxes.recovery import recover
+from sandyard.sandboxes.starting import StartCommand, Starter
 from sandyard.sandboxes.stragglers import Stragglers
 from sandyard.sandboxes.templates import TemplateSource, TemplateView
 from sandyard.sandboxes.timers import Timers
@@ -31,6 +44,7 @@ from sandyard.store import DeathRecord, Store
 log = structlog.get_logger("sandyard.sandboxes")
 
 KILLS_AT_ONCE = 16
+COLLECT_SECONDS = 2.0  # between the death of a sandbox and a look for layers that only it needed
 DESTROY_SECONDS = 20.0
 HELLO_SECONDS = 2.0
 
@@ -57,13 +71,23 @@ class SandboxManager:
         self.graveyard = Graveyard(store)
         self.dead_logs = DeadLogs()
         self.leases = Leases(store, self.timers, self._lease_expired)
+        self.starter = Starter(settings.sandbox.ready_timeout)
+        self.pausing = Pausing(self)
+        self.copying = Copying(self)
         # Half of what the runtime starts at once: a caller always finds the other half free.
         ahead = max(runtime.starts_at_once // 2, 1)
         self.pool = WarmPool(
-            runtime, self.admission, settings.pool, concurrency=ahead, foreground=lambda: self._creating > 0
+            runtime,
+            self.admission,
+            settings.pool,
+            starter=self.starter,
+            concurrency=ahead,
+            foreground=lambda: self._creating > 0,
         )
         self.on_create: list[Callable[[str, float], None]] = []  # ("warm" | "cold", seconds)
         self.on_death: list[Callable[[Sandbox, SandboxDied], None]] = []
+        self.on_pause: list[Callable[[Sandbox], None]] = []  # `pause_mode` says what is left of it
+        self.layer_holders: list[Callable[[], Collection[Path]]] = []  # who else needs layers that no build names
         self.extension: Extension = NoExtension()
         self._stragglers = Stragglers(runtime)
         self._kills_at_once = asyncio.Semaphore(KILLS_AT_ONCE)
@@ -80,26 +104,30 @@ class SandboxManager:
         await self.leases.load()
         await self.catalog.load()
         for sandbox in await recover(self):
-            self.admission.hold(sandbox.resources)
+            if sandbox.placed:
+                self.admission.hold(sandbox.resources)
             self._keep(sandbox)
             sandbox.log.append("taken over after a restart of the server")
         self._stragglers.start()
         self.pool.start()
         with contextlib.suppress(NotFound):  # not set up yet
             base = self.catalog.get("base")
-            self.pool.warm_up(self.pool.shelf(base.build_id, base.rootfs, self.resources()))
+            self.pool.warm_up(self.shelf(base))
 
     async def stop(self, *, keep: bool = False) -> None:
-        """Stop the pool and every timer; destroy the sandboxes unless they are to be kept."""
+        """Stop the pool and every timer. Unless sandboxes are to be kept, those that run are destroyed, and of
+        the paused ones the files stay: with nobody to watch over it, nothing may hold memory."""
         self.timers.clear()
         await self.pool.stop()
         if not keep:
-            await self._kill_all(list(self._sandboxes), DeathReason.HOST, "the server was stopped")
+            await asyncio.gather(*(self._shut(sandbox) for sandbox in list(self._sandboxes.values())))
+        await self.starter.stop()
         for task in [*self._watches.values(), *self._background]:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self._stragglers.stop()
+        self.timers.clear()  # what the end of sandboxes has set
 
     @property
     def starting(self) -> int:
@@ -115,44 +143,83 @@ class SandboxManager:
 
         Raises `NotFound` (template), `BadRequest` (timeout, lease), `CapacityError`, `CreateFailed`, `HostError`."""
         started = time.monotonic()
-        self._check_timeout(request.timeout)
-        template = self.catalog.get(request.template, request.tenant)
-        if request.lease_id is not None:
-            self._check_lease(request)
-        resources = request.resources or self.resources()
-        shelf = self.pool.shelf(template.build_id, template.rootfs, resources, keep=request.resources is None)
+        self.check_timeout(request.timeout)
+        self._check_policy(request)
+        found, build = self.catalog.resolve(request.template, request.tenant)
+        template = self.catalog.view(found, build)
+        self._check_lease(request.tenant, request.lease_id)
+        resources = request.resources or template.resources or self.resources()
+        shelf = self.pool.shelf(template, resources, keep=request.resources is None, passing=found.kind == KIND)
         instance = self.pool.take(shelf)
         kind = "cold" if instance is None else "warm"
         if instance is None:
-            instance = await self._place(shelf) or await self._make(template, resources)
+            instance = await self._place(shelf)
+        if instance is None:
+            instance, lines = await self._make(template.rootfs, resources, shelf.start)
+        else:
+            lines = self.pool.log_of(instance)
         sandbox = self._new(request, template, resources, instance)
-        try:
-            await self.extension.started(sandbox, fresh=True)
-            await self.store.add_sandbox(sandbox.record(self.runtime.name))
-            if request.lease_id is not None:
-                self._check_lease(request)  # it may have expired meanwhile
-        except BaseException:
-            await asyncio.shield(self._undo(sandbox))
-            raise
-        self._keep(sandbox)
+        sandbox.log = lines
+        await self._promise(sandbox)
         sandbox.log.append(f"created from template {template.name}", build=template.build_id, start=kind)
         for listener in self.on_create:
             listener(kind, time.monotonic() - started)
         return sandbox
+
+    async def spawn(self, parent: Sandbox, rootfs: Rootfs, seconds: float) -> Sandbox:
+        """A child of `parent`, on `rootfs`: with its settings, an id of its own and none of its processes.
+
+        Raises `CapacityError`, `CreateFailed`, `HostError`."""
+        started = time.monotonic()
+        await self.make_room(parent.resources)
+        instance, lines = await self._make(rootfs, parent.resources, parent.start)
+        now = time.time()
+        child = replace(
+            parent,
+            id=instance.spec.sandbox_id,
+            instance=instance,
+            started_at=now,
+            end_at=now + seconds,
+            lifetime=seconds,
+            state=State.RUNNING,
+            paused_at=None,
+            pause_mode=None,
+            placed=True,
+            last_used=time.monotonic(),
+            streams=0,
+            death=None,
+            log=lines,
+        )
+        await self._promise(child)
+        child.log.append(f"forked from {parent.id}")
+        for listener in self.on_create:
+            listener("cold", time.monotonic() - started)
+        return child
 
     def find(self, sandbox_id: str) -> Sandbox:
         """A running sandbox, whoever owns it. Raises `SandboxDied` or `NotFound`."""
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is not None and sandbox.state is State.RUNNING:
             return sandbox
+        if sandbox is not None and sandbox.state.alive:
+            raise NotFound(f"sandbox '{sandbox_id}' is {sandbox.state}")
         death = sandbox.death if sandbox is not None else self.graveyard.get(sandbox_id)
         raise death or NotFound(f"sandbox '{sandbox_id}' not found")
 
+    async def reach(self, sandbox_id: str) -> Sandbox:
+        """`find` for a request to a sandbox, which resumes one that traffic resumes.
+
+        Raises what `find` and `Pausing.reach` raise."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is not None and sandbox.state.alive:
+            await self.pausing.reach(sandbox)
+        return self.find(sandbox_id)
+
     def get(self, tenant: str, sandbox_id: str) -> Sandbox:
-        """A running sandbox of this tenant. Raises `SandboxDied` or `NotFound`."""
+        """A sandbox of this tenant, running or paused. Raises `SandboxDied` or `NotFound`."""
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is not None and sandbox.tenant == tenant:
-            return self.find(sandbox_id)
+            return sandbox if sandbox.state.alive else self.find(sandbox_id)
         raise self.graveyard.get(sandbox_id, tenant) or NotFound(f"sandbox '{sandbox_id}' not found")
 
     def log(self, tenant: str, sandbox_id: str) -> SandboxLog:
@@ -171,6 +238,10 @@ class SandboxManager:
         return [
             s for s in self._sandboxes.values() if s.state is State.RUNNING and (tenant is None or s.tenant == tenant)
         ]
+
+    def everyone(self, tenant: str | None = None) -> Sequence[Sandbox]:
+        """The running and the paused, in no order; every tenant's where none is given."""
+        return [s for s in self._sandboxes.values() if s.state.alive and (tenant is None or s.tenant == tenant)]
 
     def layers_in_use(self) -> set[Path]:
         """Layers that sandboxes stand on, warm ones too: not to be removed."""
@@ -194,7 +265,8 @@ class SandboxManager:
         await asyncio.shield(task)
 
     async def relink(self, sandbox: Sandbox) -> None:
-        """Get a new link to an agent whose link broke though the sandbox lives; kill it where that fails."""
+        """Get a new link to an agent whose link broke though the sandbox lives; kill it where that fails. One that
+        is paused, or on its way there, is left alone."""
         async with self._relinking:
             if sandbox.state is not State.RUNNING or await _answers(sandbox):
                 return
@@ -207,7 +279,7 @@ class SandboxManager:
 
     async def sweep(self, tenant: str, labels: Mapping[str, str]) -> Sequence[str]:
         """Kill every sandbox of this tenant that carries all of these labels; their ids."""
-        doomed = [s.id for s in self.all(tenant) if labels.items() <= dict(s.metadata).items()]
+        doomed = [s.id for s in self.everyone(tenant) if labels.items() <= dict(s.metadata).items()]
         await self._kill_all(doomed, DeathReason.KILLED, "swept by label")
         return doomed
 
@@ -215,26 +287,33 @@ class SandboxManager:
         await self.leases.drop(lease, lambda ended: self._sweep_lease(ended, DeathReason.KILLED, "its lease was ended"))
 
     async def set_timeout(self, sandbox: Sandbox, seconds: float, *, only_extend: bool = False) -> None:
-        """Let the sandbox live `seconds` from now; 0 or less: kill it now. The new end is recorded
-        before this returns. Raises `BadRequest` for more than `sandbox.max_timeout`."""
+        """Let the sandbox live `seconds` from now; 0 or less: its time is over now. The new end is recorded
+        before this returns. Raises `BadRequest` for more than `sandbox.max_timeout`, `Conflict` if it is paused."""
+        await self.pausing.settle(sandbox)
+        if sandbox.state is State.PAUSED:
+            raise Conflict(f"sandbox '{sandbox.id}' is paused", remedy="connect to it: that resumes it")
         if seconds <= 0 and not only_extend:
-            await self.kill(sandbox.id, DeathReason.TIMEOUT, "its timeout was set to now")
+            await self.pausing.expire(sandbox, "its timeout was set to now")
             return
-        self._check_timeout(seconds)
+        self.check_timeout(seconds)
         end_at = time.time() + seconds
         if only_extend and end_at <= sandbox.end_at:
             return
-        sandbox.end_at = end_at
-        self._arm(sandbox)
+        sandbox.end_at, sandbox.lifetime = end_at, seconds
+        self.arm(sandbox)
         await self.store.set_end(sandbox.id, end_at)
 
     def reserve(self, template: TemplateView, count: int) -> None:
         """Make up to `count` sandboxes ahead for a burst of creates that is coming."""
-        self.pool.reserve(self.pool.shelf(template.build_id, template.rootfs, self.resources()), count)
+        self.pool.reserve(self.shelf(template), count)
+
+    def shelf(self, template: TemplateView) -> Shelf:
+        """Where sandboxes of a template wait, in the size that it has."""
+        return self.pool.shelf(template, template.resources or self.resources())
 
     def capacity(self) -> dict[str, Any]:
         """How many sandboxes of the default size fit, and what is in the way where none does."""
-        running, warm = len(self._sandboxes), self.pool.ready
+        running, warm = sum(s.placed for s in self._sandboxes.values()), self.pool.ready
         why = self.admission.shortage(self.resources())
         full = why is not None and not warm
         free = 0 if full else max(self.admission.max_count - running, 0)
@@ -252,7 +331,7 @@ class SandboxManager:
 
     def retry_after(self) -> float:
         """Seconds until a place may come free: the next expiry, but not more than 5, as kills come unannounced."""
-        ends = min((s.end_at for s in self._sandboxes.values()), default=0.0)
+        ends = min((s.end_at for s in self.all()), default=0.0)
         return min(max(ends - time.time(), 1.0), 5.0)
 
     async def _place(self, shelf: Shelf) -> Instance | None:
@@ -271,16 +350,48 @@ class SandboxManager:
         self.admission.take(resources, self.retry_after())
         return None
 
-    async def _make(self, template: TemplateView, resources: Resources) -> Instance:
-        sandbox_id = new_id()
+    async def make_room(self, resources: Resources) -> None:
+        """Take a place; warm sandboxes give way. Raises `CapacityError`."""
+        while self.admission.shortage(resources) is not None and await self.pool.evict():
+            pass
+        self.admission.take(resources, self.retry_after())
+
+    async def _make(self, rootfs: Rootfs, resources: Resources, start: StartCommand) -> tuple[Instance, SandboxLog]:
+        """A sandbox that is ready, in a place that was taken; where this fails the place is given back."""
+        sandbox_id, lines = new_id(), SandboxLog()
         self._creating += 1
         try:
-            return await self.runtime.create(SandboxSpec(sandbox_id, template.rootfs, resources, sandbox_id))
+            instance = await self.runtime.create(SandboxSpec(sandbox_id, rootfs, resources, sandbox_id))
+            try:
+                await self.starter.run(instance, start, lines)
+            except BaseException:
+                await asyncio.shield(self._discard(sandbox_id))
+                raise
         except BaseException:
             self.admission.release(resources)
             raise
         finally:
             self._creating -= 1
+        return instance, lines
+
+    async def _discard(self, sandbox_id: str) -> None:
+        """Destroy what was promised to nobody."""
+        try:
+            await self.runtime.destroy(sandbox_id)
+        except SandyardError as error:
+            log.error("sandbox could not be destroyed", sandbox=sandbox_id, error=str(error))
+            self.straggle(sandbox_id)
+
+    async def _promise(self, sandbox: Sandbox) -> None:
+        """Record a sandbox that was made, and keep it; where that fails nothing is left of it."""
+        try:
+            await self.extension.started(sandbox, fresh=True)
+            await self.store.add_sandbox(sandbox.record(self.runtime.name))
+            self._check_lease(sandbox.tenant, sandbox.lease_id)  # it may have expired meanwhile
+        except BaseException:
+            await asyncio.shield(self._undo(sandbox))
+            raise
+        self._keep(sandbox)
 
     def _new(self, request: CreateRequest, template: TemplateView, resources: Resources, instance: Instance) -> Sandbox:
         now = time.time()
@@ -293,40 +404,80 @@ class SandboxManager:
             instance=instance,
             started_at=now,
             end_at=now + request.timeout,
+            lifetime=request.timeout,
             metadata=dict(request.metadata),
             envs=dict(request.envs),
             defaults=Defaults.of(template.rootfs),
             secured=request.secured,
             lease_id=request.lease_id,
             idle_timeout=request.idle_timeout,
+            network=dict(request.network),
             extension=dict(request.extension),
+            build_id=template.build_id,
+            start=StartCommand(template.start_cmd, template.ready_cmd),
+            policy=request.policy,
         )
 
     async def _undo(self, sandbox: Sandbox) -> None:
         self._sandboxes[sandbox.id] = sandbox
         await self.kill(sandbox.id, DeathReason.HOST, "creation was not completed")
 
-    def _check_timeout(self, seconds: float) -> None:
+    def _check_policy(self, request: CreateRequest) -> None:
+        """Raises `Unsupported`."""
+        if request.policy.on_timeout is OnTimeout.PAUSE:
+            self.pausing.check(memory=request.policy.memory)
+
+    def check_timeout(self, seconds: float) -> None:
+        """Raises `BadRequest`."""
         longest = self.settings.sandbox.max_timeout
         if seconds > longest:
             raise BadRequest(f"timeout: {seconds:g} s is more than sandbox.max_timeout, {longest:g} s", field="timeout")
 
-    def _check_lease(self, request: CreateRequest) -> None:
+    def _check_lease(self, tenant: str, lease_id: str | None) -> None:
+        """Raises `BadRequest`."""
+        if lease_id is None:
+            return
         try:
-            self.leases.get(request.tenant, request.lease_id or "")
+            self.leases.get(tenant, lease_id)
         except NotFound as error:
             raise BadRequest(str(error), field="metadata.sandyard.lease") from error
 
     def _keep(self, sandbox: Sandbox) -> None:
         self._sandboxes[sandbox.id] = sandbox
-        self._watches[sandbox.id] = asyncio.create_task(self._watch(sandbox))
-        self._arm(sandbox)
-        if sandbox.idle_timeout is not None:
-            self._arm_idle(sandbox, sandbox.idle_timeout)
+        self.watch(sandbox)
+        self.arm(sandbox)
 
-    def _arm(self, sandbox: Sandbox) -> None:
-        delay = sandbox.end_at - time.time()
-        self.timers.set(f"end:{sandbox.id}", delay, lambda: self._expire(sandbox, "its lifetime ended"))
+    def watch(self, sandbox: Sandbox) -> None:
+        """Notice its death from now on."""
+        self.unwatch(sandbox)
+        self._watches[sandbox.id] = asyncio.create_task(self._watch(sandbox))
+
+    def unwatch(self, sandbox: Sandbox) -> None:
+        watch = self._watches.pop(sandbox.id, None)
+        if watch is not None:
+            watch.cancel()
+
+    def unplace(self, sandbox: Sandbox) -> None:
+        """Give its place back, if it has one."""
+        if sandbox.placed:
+            sandbox.placed = False
+            self.admission.release(sandbox.resources)
+
+    def disarm(self, sandbox: Sandbox) -> None:
+        self.timers.cancel(f"end:{sandbox.id}")
+        self.timers.cancel(f"idle:{sandbox.id}")
+
+    def arm(self, sandbox: Sandbox) -> None:
+        """Set the timers that its state asks for."""
+        self.disarm(sandbox)
+        if sandbox.paused_at is not None:
+            longest = self.settings.sandbox.max_paused
+            end, detail = sandbox.paused_at + longest, f"paused for more than sandbox.max_paused, {longest:g} s"
+        else:
+            end, detail = sandbox.end_at, "its lifetime ended"
+            if sandbox.idle_timeout is not None:
+                self._arm_idle(sandbox, sandbox.idle_timeout)
+        self.timers.set(f"end:{sandbox.id}", end - time.time(), lambda: self._expire(sandbox, detail))
 
     def _arm_idle(self, sandbox: Sandbox, idle_timeout: float) -> None:
         def check() -> None:
@@ -340,26 +491,48 @@ class SandboxManager:
         self.timers.set(f"idle:{sandbox.id}", left, check)
 
     def _expire(self, sandbox: Sandbox, detail: str) -> None:
-        self._later(self.kill(sandbox.id, DeathReason.TIMEOUT, detail))
+        self.later(self.pausing.expire(sandbox, detail))
 
     def _lease_expired(self, lease: Lease) -> None:
         log.warning("lease expired", lease=lease.id, labels=dict(lease.labels))
-        self._later(
+        self.later(
             self.leases.drop(lease, lambda ended: self._sweep_lease(ended, DeathReason.LEASE, "its lease expired"))
         )
 
     async def _sweep_lease(self, lease: Lease, reason: DeathReason, detail: str) -> None:
-        await self._kill_all([s.id for s in self.all() if s.lease_id == lease.id], reason, detail)
+        await self._kill_all([s.id for s in self.everyone() if s.lease_id == lease.id], reason, detail)
 
     async def _kill_all(self, ids: Sequence[str], reason: DeathReason, detail: str) -> None:
-        await asyncio.gather(*(self._kill_quietly(i, reason, detail) for i in ids))
+        await asyncio.gather(*(self.kill_quietly(i, detail, reason) for i in ids))
 
-    async def _kill_quietly(self, sandbox_id: str, reason: DeathReason, detail: str) -> None:
+    async def kill_quietly(self, sandbox_id: str, detail: str, reason: DeathReason = DeathReason.HOST) -> None:
+        """`kill` for those who could do nothing about its failure."""
         # What could not be destroyed is logged by _kill and left to the stragglers.
         with contextlib.suppress(SandyardError):
             await self.kill(sandbox_id, reason, detail)
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _shut(self, sandbox: Sandbox) -> None:
+        """The server stops."""
+        await self.pausing.settle(sandbox)
+        if sandbox.state is not State.PAUSED:
+            await self.kill_quietly(sandbox.id, "the server was stopped")
+        elif sandbox.pause_mode is PauseMode.FULL:
+            try:
+                await self.pausing.forget_memory(sandbox)
+            except SandyardError as error:
+                await self.kill_quietly(sandbox.id, f"the server was stopped, and its files could not be kept: {error}")
+
+    def collect_soon(self) -> None:
+        """Look for layers that nothing needs any more, a moment from now."""
+        self.timers.set("collect", COLLECT_SECONDS, lambda: self.later(self._collect()))
+
+    async def _collect(self) -> None:
+        in_use = self.layers_in_use()
+        for holder in self.layer_holders:
+            in_use.update(holder())
+        await self.catalog.collect(in_use)
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._done)
@@ -371,28 +544,28 @@ class SandboxManager:
 
     async def _watch(self, sandbox: Sandbox) -> None:
         death = await sandbox.instance.wait_dead()
-        self._later(self.kill(sandbox.id, death.reason, death.detail))
+        self.later(self.kill(sandbox.id, death.reason, death.detail))
 
     async def _kill(self, sandbox: Sandbox, death: SandboxDied) -> None:
-        self.timers.cancel(f"end:{sandbox.id}")
-        self.timers.cancel(f"idle:{sandbox.id}")
+        self.disarm(sandbox)
         for listener in self.on_death:
             listener(sandbox, death)
         try:
             async with self._kills_at_once, asyncio.timeout(DESTROY_SECONDS):
+                await self.pausing.settle(sandbox)
                 await self.runtime.destroy(sandbox.id)
         except (SandyardError, TimeoutError) as error:
             log.error("sandbox could not be destroyed", sandbox=sandbox.id, error=str(error) or "timed out")
-            self._stragglers.add(sandbox.id, lambda: self.admission.release(sandbox.resources))
+            self._stragglers.add(sandbox.id, lambda: self.unplace(sandbox))
             raise SandboxError(f"sandbox {sandbox.id} could not be destroyed: {error or 'timed out'}") from error
         else:
-            self.admission.release(sandbox.resources)
+            self.unplace(sandbox)
         finally:
             sandbox.state = State.DEAD
             self.extension.stopped(sandbox)
-            watch = self._watches.pop(sandbox.id, None)
-            if watch is not None:
-                watch.cancel()
+            self.unwatch(sandbox)
+            if any(layer.parent == self.catalog.layers_home for layer in sandbox.instance.spec.rootfs.layers):
+                self.collect_soon()
             self._sandboxes.pop(sandbox.id, None)
             self._log_death(sandbox, death)
             await self._bury(DeathRecord(sandbox.id, sandbox.tenant, death.reason, death.detail, time.time()))

@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from sandyard.errors import SandboxDied
 from sandyard.guest.base import Agent
-from sandyard.runtimes.base import Instance, Resources, Rootfs
+from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
 from sandyard.sandboxes.log import SandboxLog
+from sandyard.sandboxes.starting import NO_START, StartCommand
 from sandyard.store.records import SandboxRecord
 
 
@@ -31,9 +33,38 @@ class State(StrEnum):
     """Where a sandbox is in its life. A sandbox being created is known to nobody but its creator."""
 
     RUNNING = "running"
-    PAUSED = "paused"  # no runtime pauses yet; listed so that filters know the word
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
     KILLING = "killing"
     DEAD = "dead"
+
+    @property
+    def alive(self) -> bool:
+        return self not in (State.KILLING, State.DEAD)
+
+
+class OnTimeout(StrEnum):
+    """What becomes of a sandbox whose time is over."""
+
+    KILL = "kill"
+    PAUSE = "pause"
+
+
+class PauseMode(StrEnum):
+    """What a paused sandbox keeps beside its files."""
+
+    FULL = "full"  # processes and memory
+    FILESYSTEM = "filesystem"  # nothing
+
+
+@dataclass(frozen=True, slots=True)
+class TimeoutPolicy:
+    """`memory`: what a pause at the end of its time keeps. `auto_resume`: traffic to it, paused, resumes it."""
+
+    on_timeout: OnTimeout = OnTimeout.KILL
+    memory: bool = True
+    auto_resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +82,7 @@ class CreateRequest:
     network: Mapping[str, Any] = field(default_factory=dict)  # as the API has it, checked
     resources: Resources | None = None  # None: the template's, else the node's default
     extension: Mapping[str, Any] = field(default_factory=dict)  # what the node's extension is told, unread
+    policy: TimeoutPolicy = TimeoutPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +100,10 @@ class Defaults:
 
 @dataclass(slots=True, eq=False)
 class Sandbox:
-    """A live sandbox. Times are seconds since the epoch, `last_used` of the monotonic clock."""
+    """A sandbox that runs or is paused. Times are seconds since the epoch, `last_used` of the monotonic clock.
+
+    Of a paused one `pause_mode` says what it keeps; without its memory `instance` is a `HaltedInstance`.
+    `placed`: a place in the admission is its own."""
 
     id: str
     tenant: str
@@ -86,7 +121,14 @@ class Sandbox:
     idle_timeout: float | None = None
     network: Mapping[str, Any] = field(default_factory=dict)  # as the API has it, checked
     extension: Mapping[str, Any] = field(default_factory=dict)  # what the node's extension is told, unread
+    build_id: str = ""
+    start: StartCommand = NO_START
+    policy: TimeoutPolicy = TimeoutPolicy()
     state: State = State.RUNNING
+    paused_at: float | None = None
+    pause_mode: PauseMode | None = None
+    placed: bool = True
+    lifetime: float = 0.0  # seconds that were asked for last
     last_used: float = field(default_factory=time.monotonic)
     streams: int = 0  # requests in flight: a sandbox that serves one is not idle
     death: SandboxDied | None = None
@@ -116,7 +158,22 @@ class Sandbox:
             idle_timeout=self.idle_timeout,
             lease_id=self.lease_id,
             extension=dict(self.extension),
+            build_id=self.build_id,
+            layers=[str(layer) for layer in self.instance.spec.rootfs.layers],
+            start=self.start.record(),
+            network=dict(self.network),
+            on_timeout=self.policy.on_timeout.value,
+            pause_memory=self.policy.memory,
+            auto_resume=self.policy.auto_resume,
         )
+
+    @staticmethod
+    def spec_of(record: SandboxRecord) -> SandboxSpec:
+        """What a halted sandbox boots with."""
+        resources: dict[str, Any] = dict(record.resources)
+        layers = [Path(layer) for layer in record.layers]
+        rootfs = Rootfs(layers, record.defaults["env"], record.defaults["workdir"], record.defaults["user"])
+        return SandboxSpec(record.id, rootfs, Resources(**resources), hostname=record.id)
 
     @classmethod
     def adopted(cls, record: SandboxRecord, instance: Instance) -> Sandbox:
@@ -137,4 +194,9 @@ class Sandbox:
             lease_id=record.lease_id,
             idle_timeout=record.idle_timeout,
             extension=record.extension,
+            lifetime=max(record.end_at - record.started_at, 0.0),
+            build_id=record.build_id,
+            start=StartCommand.of(record.start),
+            network=record.network,
+            policy=TimeoutPolicy(OnTimeout(record.on_timeout), record.pause_memory, record.auto_resume),
         )

@@ -23,7 +23,10 @@ from sandyard.config import PoolSettings
 from sandyard.errors import SandyardError
 from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, SandboxSpec
 from sandyard.sandboxes.admission import Admission
+from sandyard.sandboxes.log import SandboxLog
 from sandyard.sandboxes.model import new_id
+from sandyard.sandboxes.starting import NO_START, StartCommand, Starter
+from sandyard.sandboxes.templates import TemplateView
 
 log = structlog.get_logger("sandyard.pool")
 
@@ -53,6 +56,8 @@ class Shelf:
     last_take: float = -1e9
     failures: int = 0
     retry_at: float = 0.0
+    start: StartCommand = NO_START
+    passing: bool = False  # of a snapshot: nothing waits here but for bursts, and it goes when it is empty
     dropped: bool = False  # its build is no more: what is still being made for it goes
 
     def taken(self, now: float) -> None:
@@ -63,11 +68,13 @@ class Shelf:
             self.peak, self.peak_at = self.burst, now
 
     def aim(self, settings: PoolSettings, now: float) -> int:
-        if self.peak > settings.low and now - self.peak_at > AIM_HALF_LIFE:
+        low = 0 if self.passing else settings.low
+        if self.peak > low and now - self.peak_at > AIM_HALF_LIFE:
             self.peak, self.peak_at = self.peak // 2, now
         if now > self.reserved_until:
             self.reserved = 0
-        return max(min(max(self.peak, settings.low), settings.high), self.reserved)
+        peak = 0 if self.passing and self.peak < 2 else self.peak
+        return max(min(max(peak, low), settings.high), self.reserved)
 
 
 class WarmPool:
@@ -80,12 +87,14 @@ class WarmPool:
         admission: Admission,
         settings: PoolSettings,
         *,
+        starter: Starter,
         concurrency: int,
         foreground: Callable[[], bool],
     ) -> None:
         self._runtime = runtime
         self._admission = admission
         self._settings = settings
+        self._starter = starter
         self._concurrency = concurrency
         self._foreground = foreground
         self._shelves: dict[ShelfKey, Shelf] = {}
@@ -93,6 +102,7 @@ class WarmPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
+        self._logs: dict[str, SandboxLog] = {}
 
     @property
     def ready(self) -> int:
@@ -127,13 +137,14 @@ class WarmPool:
         while await self.evict():
             pass
 
-    def shelf(self, build_id: str, rootfs: Rootfs, resources: Resources, *, keep: bool = True) -> Shelf:
+    def shelf(self, template: TemplateView, resources: Resources, *, keep: bool = True, passing: bool = False) -> Shelf:
         """The shelf of this build and size. Without `keep` a new one is not filled: sizes are callers' to choose,
-        and each shelf costs warm sandboxes."""
-        key = ShelfKey(build_id, resources)
+        and each shelf costs warm sandboxes. A `passing` one is filled only while there are bursts."""
+        key = ShelfKey(template.build_id, resources)
         found = self._shelves.get(key)
         if found is None:
-            found = Shelf(key, rootfs)
+            start = StartCommand(template.start_cmd, template.ready_cmd)
+            found = Shelf(key, template.rootfs, start=start, passing=passing)
             if keep:
                 self._shelves[key] = found
         return found
@@ -151,6 +162,10 @@ class WarmPool:
         instance = shelf.ready.popleft()
         self._unwatch(instance)
         return instance
+
+    def log_of(self, instance: Instance) -> SandboxLog:
+        """What was logged of a sandbox that was taken, from its start command's output on."""
+        return self._logs.pop(instance.spec.sandbox_id, None) or SandboxLog()
 
     def reserve(self, shelf: Shelf, count: int) -> None:
         """Expect `count` creates soon. Lapses when they came, or after five minutes."""
@@ -192,8 +207,10 @@ class WarmPool:
         """Start what may be started now; the seconds after which to look again."""
         now = time.monotonic()
         delay = 30.0
-        for shelf in self._shelves.values():
+        for shelf in list(self._shelves.values()):
             aim = shelf.aim(self._settings, now)
+            if shelf.passing and not (aim or shelf.ready or shelf.starting):
+                self._shelves.pop(shelf.key)
             missing = aim - len(shelf.ready) - shelf.starting
             if missing < 0 and len(shelf.ready) > aim:
                 self._spawn(self._trim())
@@ -228,7 +245,7 @@ class WarmPool:
         spec = SandboxSpec(sandbox_id, shelf.rootfs, shelf.key.resources, hostname=sandbox_id)
         instance = None
         try:
-            instance = await self._runtime.create(spec)
+            instance = await self._start(spec, shelf.start)
             shelf.failures = 0
             if shelf.dropped:
                 await self._discard(shelf, instance)
@@ -244,6 +261,18 @@ class WarmPool:
                 self._admission.release(shelf.key.resources)
             shelf.starting -= 1
 
+    async def _start(self, spec: SandboxSpec, start: StartCommand) -> Instance:
+        """A sandbox whose start command has made it ready; where that fails, nothing is left."""
+        instance = await self._runtime.create(spec)
+        log = SandboxLog()
+        try:
+            await self._starter.run(instance, start, log)
+        except BaseException:
+            await asyncio.shield(self._destroy(spec.sandbox_id))
+            raise
+        self._logs[spec.sandbox_id] = log
+        return instance
+
     async def _watch(self, shelf: Shelf, instance: Instance) -> None:
         death = await instance.wait_dead()
         log.warning("warm sandbox died", sandbox=instance.spec.sandbox_id, reason=death.reason, detail=death.detail)
@@ -258,9 +287,14 @@ class WarmPool:
             task.cancel()
 
     async def _discard(self, shelf: Shelf, instance: Instance) -> None:
+        self._logs.pop(instance.spec.sandbox_id, None)
         try:
-            await self._runtime.destroy(instance.spec.sandbox_id)
-        except SandyardError as error:
-            log.error("warm sandbox could not be destroyed", sandbox=instance.spec.sandbox_id, error=str(error))
+            await self._destroy(instance.spec.sandbox_id)
         finally:
             self._admission.release(shelf.key.resources)
+
+    async def _destroy(self, sandbox_id: str) -> None:
+        try:
+            await self._runtime.destroy(sandbox_id)
+        except SandyardError as error:
+            log.error("warm sandbox could not be destroyed", sandbox=sandbox_id, error=str(error))

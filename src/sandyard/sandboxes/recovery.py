@@ -1,4 +1,8 @@
-"""At start: what an earlier server left behind is adopted if it was promised to somebody, else destroyed."""
+"""At start: what an earlier server left behind is adopted if it was promised to somebody, else destroyed.
+
+A move between running and paused that the earlier server did not finish is finished, in the direction that
+loses nothing: what was frozen but not recorded as paused runs, what was halted is paused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from sandyard.errors import DeathReason, SandyardError
-from sandyard.sandboxes.model import Sandbox
+from sandyard.runtimes.base import Instance
+from sandyard.sandboxes.halted import HaltedInstance
+from sandyard.sandboxes.model import OnTimeout, PauseMode, Sandbox, State
 from sandyard.store import DeathRecord, SandboxRecord
 
 if TYPE_CHECKING:
@@ -26,23 +32,27 @@ async def recover(manager: SandboxManager) -> Sequence[Sandbox]:
 
     A warm sandbox was promised to nobody, so it is destroyed too."""
     records = {record.id: record for record in await manager.store.living()}
-    present = set(await manager.runtime.list())
+    halted = set(await manager.runtime.halted())
+    present = set(await manager.runtime.list()) | halted
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(sandbox_id: str) -> Sandbox | None:
         async with gate:
-            return await _one(manager, sandbox_id, records.get(sandbox_id), sandbox_id in present)
+            record = records.get(sandbox_id)
+            return await _one(manager, sandbox_id, record, sandbox_id in present, sandbox_id in halted)
 
     found = await asyncio.gather(*(one(sandbox_id) for sandbox_id in present | records.keys()))
     return [sandbox for sandbox in found if sandbox is not None]
 
 
-async def _one(manager: SandboxManager, sandbox_id: str, record: SandboxRecord | None, present: bool) -> Sandbox | None:
+async def _one(
+    manager: SandboxManager, sandbox_id: str, record: SandboxRecord | None, present: bool, halted: bool
+) -> Sandbox | None:
     doom = _doom(manager, record)
     if record is not None and present and doom is None:
-        instance = await manager.runtime.adopt(sandbox_id)
-        if instance is not None:
-            return Sandbox.adopted(record, instance)
+        found = await _halted(manager, record) if halted else await _adopted(manager, record)
+        if found is not None:
+            return found
     reason, detail = doom or (DeathReason.HOST, "it did not outlive a restart of the server")
     if present:
         await _destroy(manager, sandbox_id)
@@ -51,15 +61,59 @@ async def _one(manager: SandboxManager, sandbox_id: str, record: SandboxRecord |
     return None
 
 
+async def _adopted(manager: SandboxManager, record: SandboxRecord) -> Sandbox | None:
+    """One with processes; None if it does not live."""
+    instance = await manager.runtime.adopt(record.id)
+    if instance is None:
+        return None
+    sandbox = Sandbox.adopted(record, instance)
+    try:
+        if record.state == State.RUNNING:
+            await _run(instance)
+        elif record.pause_mode == PauseMode.FILESYSTEM:
+            await manager.runtime.halt(record.id)  # a resume was under way, and nobody was told of it
+            return await _halted(manager, record)
+        else:
+            await instance.pause()
+            _set_paused(sandbox, record, PauseMode.FULL)
+    except SandyardError as error:
+        log.error("sandbox could not be taken over", sandbox=record.id, error=str(error))
+        return None
+    return sandbox
+
+
+async def _run(instance: Instance) -> None:
+    if instance.paused:
+        await instance.resume()
+
+
+async def _halted(manager: SandboxManager, record: SandboxRecord) -> Sandbox:
+    """One with nothing but its disk, whatever the record says."""
+    sandbox = Sandbox.adopted(record, HaltedInstance(manager.runtime, Sandbox.spec_of(record)))
+    _set_paused(sandbox, record, PauseMode.FILESYSTEM)
+    sandbox.placed = False
+    if record.state != State.PAUSED or record.pause_mode != PauseMode.FILESYSTEM:
+        await manager.store.set_paused(record.id, sandbox.paused_at or time.time(), PauseMode.FILESYSTEM.value)
+    return sandbox
+
+
+def _set_paused(sandbox: Sandbox, record: SandboxRecord, mode: PauseMode) -> None:
+    sandbox.state, sandbox.pause_mode = State.PAUSED, mode
+    sandbox.paused_at = time.time() if record.paused_at is None else record.paused_at
+
+
 def _doom(manager: SandboxManager, record: SandboxRecord | None) -> tuple[DeathReason, str] | None:
     """Why a recorded sandbox must not live on; None if it may."""
     if record is None:
         return DeathReason.HOST, "unknown"
-    if record.end_at <= time.time():
-        return DeathReason.TIMEOUT, "its lifetime ended while the server was down"
     if record.lease_id is not None and record.lease_id not in manager.leases:
         return DeathReason.LEASE, "its lease is gone"
-    return None
+    if record.state == State.PAUSED:
+        until = (record.paused_at or 0.0) + manager.settings.sandbox.max_paused
+    else:
+        # One that is to be paused at its end is paused as soon as its timer is set.
+        until = float("inf") if record.on_timeout == OnTimeout.PAUSE else record.end_at
+    return (DeathReason.TIMEOUT, "its time ended while the server was down") if until <= time.time() else None
 
 
 async def _destroy(manager: SandboxManager, sandbox_id: str) -> None:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -62,7 +62,11 @@ class ContainerRuntime(Runtime):
         self.settings = settings
         self.layout = Layout(settings.paths.run.absolute(), settings.paths.state.absolute())
         self.capabilities = Capabilities(
-            pause_keeps_memory=True, file_snapshot=True, halt=True, hard_disk_limit=settings.container.disk != "none"
+            pause_keeps_memory=True,
+            file_snapshot=True,
+            halt=True,
+            network=True,
+            hard_disk_limit=settings.container.disk != "none",
         )
         self.halts = Halts(self.layout.disks)
         self.disks = Disks(self.layout.disks, self.layout.blanks, settings.container.uid_base)
@@ -241,6 +245,15 @@ class ContainerRuntime(Runtime):
                 raise
             self._instances[sandbox_id] = instance
             return instance
+
+    async def commit_halted(self, sandbox_id: str, target: Path) -> int:
+        async with self._lock(sandbox_id):
+            halt = self.halts.get(sandbox_id)
+            if halt is None or not halt.complete:
+                raise SandboxError(f"sandbox {sandbox_id} is not halted")
+            if len(halt.spec.rootfs.layers) >= MAX_LAYERS:
+                raise Unsupported(f"sandbox {sandbox_id} stands on {MAX_LAYERS} layers already; no more can be added")
+            return await self.in_thread(commit, self.layout.disks / sandbox_id, target, nullcontext)
 
     async def destroy(self, sandbox_id: str) -> None:
         if not _ID.fullmatch(sandbox_id):

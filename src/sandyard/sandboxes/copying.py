@@ -1,0 +1,180 @@
+"""Snapshots and forks: sandboxes that start where another one stood, with its files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sandyard.errors import Conflict, NotFound, SandyardError, Unsupported
+from sandyard.runtimes.base import Rootfs
+from sandyard.sandboxes.catalog import DEFAULT_TAG, Build, Reference, Template, check_name, check_new_tag
+from sandyard.sandboxes.model import Sandbox
+
+if TYPE_CHECKING:
+    from sandyard.sandboxes.manager import SandboxManager
+
+KIND = "snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One tag of a snapshot template, and the build that it names."""
+
+    template: Template
+    tag: str
+    build: Build
+
+    @property
+    def id(self) -> str:
+        return f"{self.template.name}:{self.tag}"
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [f"{name}:{self.tag}" for name in self.template.names]
+
+    @property
+    def source(self) -> str:
+        """Id of the sandbox it was taken of."""
+        return str(self.build.config.get("source", ""))
+
+
+class Copying:
+    """What is copied is the files; every copy runs its start command anew."""
+
+    def __init__(self, manager: SandboxManager) -> None:
+        self._manager = manager
+        self._naming = asyncio.Lock()
+
+    def check(self, *, memory: bool) -> None:
+        """`memory`: it is demanded. Raises `Unsupported` where the runtime cannot."""
+        runtime = self._manager.runtime
+        if memory and not runtime.capabilities.memory_snapshot:
+            raise Unsupported(
+                f"runtime {runtime.name} cannot snapshot a sandbox with its memory", remedy="leave memory out, or false"
+            )
+        if not runtime.capabilities.file_snapshot:
+            raise Unsupported(f"runtime {runtime.name} cannot snapshot a sandbox")
+
+    async def snapshot(self, sandbox: Sandbox, name: str | None = None) -> Snapshot:
+        """Keep the files of a sandbox, running or paused, for others to start from. A `name` that is a snapshot's
+        already gets this state as its newest.
+
+        Raises `BadRequest` (name), `Conflict` (the name is a template's), `Unsupported`, `SandboxError`."""
+        manager = self._manager
+        self.check(memory=False)
+        names, tag = _names(name)
+        self._known(sandbox.tenant, names)
+        began = time.monotonic()
+        with manager.catalog.new_layer() as path:
+            rootfs, size = await self._commit(sandbox, path)
+            async with self._naming:  # two of one new name are one snapshot with two states
+                template = self._known(sandbox.tenant, names) or await manager.catalog.add_template(
+                    sandbox.tenant, KIND, names, source=sandbox.id
+                )
+            try:
+                build = await manager.catalog.put_build(_build(sandbox, template, rootfs, size))
+                await manager.catalog.set_tags(template, build.id, [tag])
+            except BaseException:
+                if not template.tags:
+                    with contextlib.suppress(SandyardError):  # the failure before it is the one to tell
+                        await manager.catalog.delete(template)
+                raise
+        made = Snapshot(template, tag, build)
+        sandbox.log.append(
+            f"snapshot {made.id}", seconds=f"{time.monotonic() - began:.3f}", bytes=str(size), build=build.id
+        )
+        return made
+
+    async def fork(self, sandbox: Sandbox, count: int, seconds: float) -> Sequence[Sandbox | SandyardError]:
+        """`count` sandboxes with the files this one has now, each to live `seconds`; for each that did not
+        become one, why. Raises like `snapshot` where not even a copy of the files could be made."""
+        manager = self._manager
+        manager.check_timeout(seconds)
+        self.check(memory=False)
+        began = time.monotonic()
+        with manager.catalog.new_layer() as path:
+            rootfs, _ = await self._commit(sandbox, path)
+            work = [asyncio.create_task(manager.spawn(sandbox, rootfs, seconds)) for _ in range(count)]
+            try:
+                children = await asyncio.gather(*(_outcome(task) for task in work))
+            except BaseException:
+                await _undo(work, manager)
+                raise
+        manager.collect_soon()
+        good = sum(isinstance(child, Sandbox) for child in children)
+        sandbox.log.append(f"forked {good} of {count}", seconds=f"{time.monotonic() - began:.3f}")
+        return children
+
+    def all(self, tenant: str) -> Sequence[Snapshot]:
+        """The tenant's snapshots, the newest first; a name with several tags is several."""
+        found = [
+            Snapshot(template, tag, build)
+            for template in self._manager.catalog.all(tenant)
+            if template.kind == KIND and template.tenant == tenant
+            for tag in template.tags
+            if (build := template.build(tag)) is not None and build.status == "ready"
+        ]
+        return sorted(found, key=lambda snapshot: (snapshot.build.created_at, snapshot.id), reverse=True)
+
+    def get(self, tenant: str, reference: str) -> Snapshot:
+        """By name or id, with or without a tag. Raises `NotFound`."""
+        template, build = self._manager.catalog.resolve(reference, tenant)
+        if template.kind != KIND or template.tenant != tenant:
+            raise NotFound(f"snapshot '{reference}' not found")
+        return Snapshot(template, Reference.parse(reference).tag or DEFAULT_TAG, build)
+
+    async def _commit(self, sandbox: Sandbox, path: Path) -> tuple[Rootfs, int]:
+        await self._manager.pausing.settle(sandbox)
+        if not sandbox.state.alive:
+            raise sandbox.death or NotFound(f"sandbox '{sandbox.id}' not found")
+        rootfs = sandbox.instance.spec.rootfs
+        size = await sandbox.instance.commit(path)
+        return replace(rootfs, layers=[path, *rootfs.layers]), size
+
+    def _known(self, tenant: str, names: Sequence[str]) -> Template | None:
+        for name in names:
+            with contextlib.suppress(NotFound):
+                template = self._manager.catalog.find(name, tenant)
+                if template.tenant == tenant and template.kind == KIND:
+                    return template
+                if template.tenant in (tenant, None):
+                    raise Conflict(f"name '{name}' already points to template {template.id}", remedy="take another")
+        return None
+
+
+def _names(name: str | None) -> tuple[list[str], str]:
+    """The names of a new snapshot, and its tag. Raises `BadRequest`."""
+    if name is None or not name.strip():
+        return [], DEFAULT_TAG
+    reference = Reference.parse(name)
+    tag = check_new_tag(reference.tag) if reference.tag is not None else DEFAULT_TAG
+    return [check_name(reference.name)], tag
+
+
+def _build(sandbox: Sandbox, template: Template, rootfs: Rootfs, size: int) -> Build:
+    sizes = sandbox.resources
+    resources = {"cpu": sizes.cpu, "memory_mb": sizes.memory_mb, "disk_mb": sizes.disk_mb, "pids": sizes.pids}
+    config = {**sandbox.start.record(), "resources": resources, "source": sandbox.id, "template": sandbox.template}
+    now = time.time()
+    return Build(str(uuid.uuid4()), template.id, "ready", rootfs, config, now, now, None, size)
+
+
+async def _outcome(task: asyncio.Task[Sandbox]) -> Sandbox | SandyardError:
+    try:
+        return await asyncio.shield(task)
+    except SandyardError as error:
+        return error
+
+
+async def _undo(work: Sequence[asyncio.Task[Sandbox]], manager: SandboxManager) -> None:
+    """Nobody waits for these any more."""
+    await asyncio.wait(work)
+    for task in work:
+        if not task.cancelled() and task.exception() is None:
+            await manager.kill_quietly(task.result().id, "its fork was called off")

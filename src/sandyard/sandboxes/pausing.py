@@ -1,0 +1,244 @@
+"""Pause and resume: the moves of a sandbox between running and paused, one at a time for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from sandyard.errors import Conflict, DeathReason, NotFound, SandyardError, Unsupported
+from sandyard.runtimes.base import Instance
+from sandyard.sandboxes.halted import HaltedInstance
+from sandyard.sandboxes.model import OnTimeout, PauseMode, Sandbox, State
+
+if TYPE_CHECKING:
+    from sandyard.sandboxes.manager import SandboxManager
+
+log = structlog.get_logger("sandyard.pausing")
+
+AUTO_RESUME_WAIT = 60.0
+AUTO_RESUME_LIFE = 300.0
+
+
+class Pausing:
+    """Every move runs to its end, whoever stops waiting for it. A move that fails leaves the sandbox as it
+    was; where not even that can be had, it is killed."""
+
+    def __init__(self, manager: SandboxManager) -> None:
+        self._manager = manager
+        self._moves: dict[str, asyncio.Task[None]] = {}
+
+    def check(self, *, memory: bool) -> None:
+        """Raises `Unsupported` where the runtime cannot pause this way."""
+        runtime = self._manager.runtime
+        if memory and not runtime.capabilities.pause_keeps_memory:
+            raise Unsupported(
+                f"runtime {runtime.name} cannot keep the memory of a paused sandbox here",
+                remedy="pause with memory: false" if runtime.capabilities.halt else None,
+            )
+        if not memory and not runtime.capabilities.halt:
+            raise Unsupported(f"runtime {runtime.name} cannot pause a sandbox without its memory")
+
+    async def settle(self, sandbox: Sandbox) -> None:
+        """Wait for the move under way, however it ends."""
+        while (move := self._moves.get(sandbox.id)) is not None:
+            await asyncio.wait({move})
+
+    async def pause(self, sandbox: Sandbox, *, memory: bool = True, why: str = "as asked for") -> None:
+        """Pause, with the processes and their memory or with the files only. It is recorded before this returns.
+
+        Raises `Unsupported` before anything happens, `Conflict` (it is paused), `SandboxDied`, and what the
+        runtime raises, with the sandbox running."""
+        self.check(memory=memory)
+        await self.settle(sandbox)
+        _check_alive(sandbox)
+        if sandbox.state is State.PAUSED:
+            raise Conflict(f"sandbox '{sandbox.id}' is already paused")
+        sandbox.state = State.PAUSING
+        await self._move(sandbox, self._pause(sandbox, memory, why))
+
+    async def resume(self, sandbox: Sandbox, seconds: float, *, memory: bool = True) -> bool:
+        """Let a paused sandbox go on, to live at least `seconds`; without `memory` it boots in any case. Two at
+        once do the work once. False if it ran already: nothing happens then.
+
+        Raises `SandboxDied`, `CapacityError` (one that boots needs a place), and what the runtime raises, with
+        the sandbox paused."""
+        self._manager.check_timeout(seconds)
+        while sandbox.state is State.RESUMING and (move := self._moves.get(sandbox.id)) is not None:
+            await asyncio.shield(move)
+            await self._manager.set_timeout(sandbox, seconds, only_extend=True)
+            return True
+        await self.settle(sandbox)
+        _check_alive(sandbox)
+        if sandbox.state is not State.PAUSED:
+            return False
+        sandbox.state = State.RESUMING
+        await self._move(sandbox, self._resume(sandbox, seconds, memory))
+        return True
+
+    async def reach(self, sandbox: Sandbox) -> None:
+        """Have the sandbox running for a request to it; it is resumed where its policy lets traffic do so.
+
+        Raises `NotFound` where it does not, `SandboxDied`, `TimeoutError`, and what `resume` raises."""
+        if sandbox.state is State.RUNNING:
+            return
+        resumes = sandbox.policy.auto_resume and sandbox.pause_mode is not PauseMode.FILESYSTEM
+        if not resumes and sandbox.state is not State.RESUMING:
+            _check_alive(sandbox)
+            raise NotFound(f"sandbox '{sandbox.id}' is paused")
+        seconds = min(max(AUTO_RESUME_LIFE, sandbox.lifetime), self._manager.settings.sandbox.max_timeout)
+        async with asyncio.timeout(AUTO_RESUME_WAIT):
+            await self.resume(sandbox, seconds)
+
+    async def expire(self, sandbox: Sandbox, detail: str) -> None:
+        """The sandbox's time is over: pause or kill it, as it was made."""
+        if sandbox.state is State.RUNNING and sandbox.policy.on_timeout is OnTimeout.PAUSE:
+            try:
+                await self.pause(sandbox, memory=sandbox.policy.memory, why=detail)
+                return
+            except Conflict:
+                return  # somebody else did
+            except SandyardError as error:
+                log.error("sandbox could not be paused at its end", sandbox=sandbox.id, error=str(error))
+                detail = f"{detail}, and it could not be paused: {error}"
+        await self._manager.kill(sandbox.id, DeathReason.TIMEOUT, detail)
+
+    async def forget_memory(self, sandbox: Sandbox) -> None:
+        """Let a paused sandbox keep its files only. Raises what the runtime raises."""
+        await self._halt(sandbox)
+        sandbox.pause_mode = PauseMode.FILESYSTEM
+        at = time.time() if sandbox.paused_at is None else sandbox.paused_at
+        await self._manager.store.set_paused(sandbox.id, at, PauseMode.FILESYSTEM.value)
+
+    # --- the moves ---
+
+    async def _move(self, sandbox: Sandbox, work: Coroutine[Any, Any, None]) -> None:
+        task = self._moves[sandbox.id] = asyncio.create_task(work)
+        task.add_done_callback(lambda done: self._moved(sandbox.id, done))
+        await asyncio.shield(task)
+
+    def _moved(self, sandbox_id: str, task: asyncio.Task[None]) -> None:
+        self._moves.pop(sandbox_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("a move failed", sandbox=sandbox_id, error=str(error))
+
+    async def _pause(self, sandbox: Sandbox, memory: bool, why: str) -> None:
+        manager = self._manager
+        mode = PauseMode.FULL if memory else PauseMode.FILESYSTEM
+        began = time.monotonic()
+        try:
+            if memory:
+                await sandbox.instance.pause()
+            else:
+                await self._halt(sandbox)
+            sandbox.paused_at = time.time()
+            await manager.store.set_paused(sandbox.id, sandbox.paused_at, mode.value)
+        except BaseException:
+            await self._run_again(sandbox)
+            raise
+        if sandbox.state is not State.PAUSING:
+            return  # it is being killed
+        sandbox.state, sandbox.pause_mode = State.PAUSED, mode
+        manager.arm(sandbox)
+        manager.extension.stopped(sandbox)
+        kept = "with its memory" if memory else "with its files only"
+        sandbox.log.append(f"paused {kept}: {why}", seconds=f"{time.monotonic() - began:.3f}")
+        for listener in manager.on_pause:
+            listener(sandbox)
+
+    async def _resume(self, sandbox: Sandbox, seconds: float, memory: bool) -> None:
+        manager = self._manager
+        began = time.monotonic()
+        try:
+            if sandbox.pause_mode is PauseMode.FULL and memory:
+                await sandbox.instance.resume()
+            else:
+                await self._halt(sandbox)
+                sandbox.pause_mode = PauseMode.FILESYSTEM
+                await self._boot(sandbox)
+            await manager.extension.started(sandbox, fresh=False)
+            end_at = time.time() + seconds
+            await manager.store.set_running(sandbox.id, end_at)
+        except BaseException:
+            await self._pause_again(sandbox)
+            raise
+        if sandbox.state is not State.RESUMING:
+            return  # it is being killed
+        booted = sandbox.pause_mode is PauseMode.FILESYSTEM
+        sandbox.end_at, sandbox.lifetime = end_at, seconds
+        sandbox.state, sandbox.paused_at, sandbox.pause_mode = State.RUNNING, None, None
+        sandbox.touch()
+        manager.arm(sandbox)
+        sandbox.log.append("booted" if booted else "resumed", seconds=f"{time.monotonic() - began:.3f}")
+
+    async def _halt(self, sandbox: Sandbox) -> None:
+        """End the processes and give the place back. Idempotent."""
+        manager, spec = self._manager, sandbox.instance.spec
+        if not isinstance(sandbox.instance, HaltedInstance):
+            manager.unwatch(sandbox)
+            await manager.runtime.halt(sandbox.id)
+            sandbox.instance = HaltedInstance(manager.runtime, spec)
+        manager.unplace(sandbox)
+
+    async def _boot(self, sandbox: Sandbox) -> None:
+        manager = self._manager
+        if not sandbox.placed:
+            await manager.make_room(sandbox.resources)
+            sandbox.placed = True
+        self._take(sandbox, await manager.runtime.boot(sandbox.instance.spec))
+        await manager.starter.run(sandbox.instance, sandbox.start, sandbox.log)
+
+    def _take(self, sandbox: Sandbox, instance: Instance) -> None:
+        sandbox.instance = instance
+        self._manager.watch(sandbox)
+
+    async def _run_again(self, sandbox: Sandbox) -> None:
+        """After a pause that failed: running, as before."""
+        if not sandbox.state.alive:
+            return
+        try:
+            if sandbox.id in await self._manager.runtime.halted():
+                await self._halt(sandbox)
+                await self._boot(sandbox)
+            else:
+                await sandbox.instance.resume()
+                self._manager.watch(sandbox)
+        except SandyardError as error:
+            await self._give_up(sandbox, f"a pause failed, and it does not run any more: {error}")
+            return
+        if sandbox.state is State.PAUSING:
+            sandbox.state, sandbox.paused_at = State.RUNNING, None
+            self._manager.arm(sandbox)
+
+    async def _pause_again(self, sandbox: Sandbox) -> None:
+        """After a resume that failed: paused, as before."""
+        if not sandbox.state.alive:
+            return
+        try:
+            if sandbox.pause_mode is PauseMode.FILESYSTEM:
+                await self.forget_memory(sandbox)
+            else:
+                await sandbox.instance.pause()
+        except SandyardError as error:
+            await self._give_up(sandbox, f"a resume failed, and it cannot be paused again: {error}")
+            return
+        if sandbox.state is State.RESUMING:
+            sandbox.state = State.PAUSED
+            self._manager.arm(sandbox)
+
+    async def _give_up(self, sandbox: Sandbox, detail: str) -> None:
+        # Its own move must be over before the kill may wait for it.
+        self._manager.later(self._kill(sandbox, detail))
+
+    async def _kill(self, sandbox: Sandbox, detail: str) -> None:
+        with contextlib.suppress(SandyardError):  # logged there, and left to the stragglers
+            await self._manager.kill(sandbox.id, DeathReason.HOST, detail)
+
+
+def _check_alive(sandbox: Sandbox) -> None:
+    if not sandbox.state.alive:
+        raise sandbox.death or NotFound(f"sandbox '{sandbox.id}' not found")
