@@ -38,8 +38,9 @@ test-full: check setup  ## the slow tests too
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf
 	$(PY) -m pytest
 
-compat: install-dev setup  ## the black-box SDK checks: make compat CHECKS=../shared/checks
-	tests/compat.sh $(CHECKS)
+compat: install-dev setup  ## the SDKs' own suites and released clients: make compat CHECKOUT=/path/to/E2B [PARTS=python,js]
+	@case "$(or $(PARTS),interpreter)" in *interpreter*) $(SANDYARD) setup code-interpreter ;; esac
+	$(PY) -m tests.compat $(if $(CHECKOUT),--checkout $(CHECKOUT)) $(if $(CHECKS),--checks $(CHECKS)) $(if $(PARTS),--parts $(PARTS))
 
 bench: install-dev setup  ## speed beside bare bwrap, runc and crun, as ratios
 	$(PY) -m benchmarks

@@ -1,0 +1,95 @@
+"""The Python SDK's own suite, with the SDK of the same tree.
+
+A test counts as live when it fails without a server: the suite is run once in an empty network namespace
+to learn which those are. What remains passes with no server and says nothing about one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.compat.outcomes import Outcomes, count, failing, of_pytest, passing
+from tests.compat.report import Row
+from tests.compat.servers import Target, by_host_name, by_url
+from tests.compat.workshop import WORKERS, Workshop
+
+PART = "python"
+LIVE = ("tests/sync", "tests/async", "tests/shared")
+NEEDS_HOST_NAMES = (
+    "test_host or auto_resume_wakes or test_secured or (test_network and (public_traffic or mask_request_host))"
+)
+NEEDS_INTERNET = (
+    "internet_access_ or firewall_transform or (test_network and "
+    "(specific_ip or deny_all or takes_precedence or update_network))"
+)
+LEFT_OUT_MOST = 374 - 321  # live tests that may be left over by URL and without a way to the internet
+BY_HOST_NAME = 16
+_PLUGINS = ("pytest>=9,<10", "pytest-xdist>=3.3", "pytest-dotenv", "pytest-asyncio>=1.3,<2", "pytest-timeout>=2.4,<3")
+
+
+def run(shop: Workshop) -> list[Row]:
+    suite = shop.copy_of_checkout() / "packages/python-sdk"
+    python = shop.venv("python-suite", [str(suite), *_PLUGINS])
+    offline = _offline(shop, suite, python)
+    with by_url() as target:
+        left_out = [NEEDS_HOST_NAMES] + ([] if shop.internet else [NEEDS_INTERNET])
+        live = _pytest(shop, suite, python, target, "by-url", f"not ({' or '.join(left_out)})")
+    with by_host_name() as target:
+        named = _pytest(shop, suite, python, target, "by-host-name", NEEDS_HOST_NAMES)
+    return [*_offline_rows(offline), *_live_rows(failing(offline), live, named)]
+
+
+def _offline(shop: Workshop, suite: Path, python: Path) -> Outcomes:
+    report = shop.cache / f"{suite.parents[1].name}-python-offline.xml"
+    if not report.is_file():
+        lone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        words: list[str | Path] = [*lone, python, "-m", "pytest", "-q", "-n", "8", "tests"]
+        shop.run(
+            "python-offline",
+            [*words, "-p", "no:cacheprovider", f"--junitxml={report}"],
+            cwd=suite,
+            env={"E2B_API_KEY": "e2b_00"},
+            may_fail=True,
+        )
+    return of_pytest(report)
+
+
+def _pytest(shop: Workshop, suite: Path, python: Path, target: Target, name: str, chosen: str) -> Outcomes:
+    report = shop.logs / f"python-{name}.xml"
+    words: list[str | Path] = [python, "-m", "pytest", "-q", "-n", str(WORKERS), *LIVE, "-k", chosen]
+    shop.run(
+        f"python-{name}",
+        target.command([*words, "-p", "no:cacheprovider", f"--junitxml={report}"]),
+        cwd=suite,
+        env=target.env,
+        may_fail=True,
+    )
+    return of_pytest(report)
+
+
+def _offline_rows(offline: Outcomes) -> list[Row]:
+    note = f"{count(offline, 'skipped')} skipped by the suite; {len(failing(offline))} more need a server"
+    total = len(offline) - len(failing(offline))
+    return [Row(PART, "own suite, no server", count(offline, "passed"), total, note=note)]
+
+
+def _live_rows(live: set[str], outcomes: Outcomes, named: Outcomes) -> list[Row]:
+    registry = {n for n in failing(outcomes) if "registry" in outcomes[n].why}
+    other = sorted((failing(outcomes) & live) - registry)
+    broken = sorted(failing(outcomes) - live)
+    note = f"{len(registry & live)} need an image registry" if registry & live else ""
+    rows = [
+        Row(PART, "own suite, by URL", len(passing(outcomes) & live), len(live), len(live) - LEFT_OUT_MOST, note),
+        Row(PART, "own suite, by host name", len(passing(named) & live), len(set(named) & live), BY_HOST_NAME),
+    ]
+    return rows + [_failure(name) for name in (*other, *sorted(failing(named)))] + list(_told(broken))
+
+
+def _failure(name: str) -> Row:
+    return Row(PART, f"  {name}", 0, 1, note="failed")
+
+
+def _told(names: Iterable[str]) -> Iterable[Row]:
+    for name in names:
+        yield Row(PART, f"  {name}", 0, 1, note="passes without a server: it expects E2B_SANDBOX_URL unset")

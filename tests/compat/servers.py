@@ -1,0 +1,70 @@
+"""A server of this tree for one part: on a free port, by URL or by host name with TLS."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sandyard.server.embedded import EmbeddedServer
+from tests.compat.names import name_server, with_names
+from tests.yard import node_home, node_settings
+
+DOMAIN = "sbx.test"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`env` leads an SDK to the server; `names` is the name server to ask, empty for the host's own."""
+
+    env: Mapping[str, str]
+    home: Path
+    names: str = ""
+
+    def command(self, words: Sequence[str | Path]) -> list[str]:
+        plain = [str(word) for word in words]
+        return with_names(plain, self.names, self.home) if self.names else plain
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Settings of the server beside the defaults: of `[sandbox]`, and its warm pool."""
+
+    sandbox: Mapping[str, object] = field(default_factory=dict)
+    low: int = 2
+    high: int = 64
+
+
+@contextmanager
+def by_url(wishes: Wishes | None = None) -> Iterator[Target]:
+    """The server is found by `E2B_API_URL` and `E2B_SANDBOX_URL`."""
+    wishes = wishes or Wishes()
+    with node_home() as home:
+        settings = node_settings(home, low=wishes.low, high=wishes.high, **wishes.sandbox)
+        with EmbeddedServer(settings) as server:
+            yield Target(server.environment(), home)
+
+
+@contextmanager
+def by_host_name() -> Iterator[Target]:
+    """The server is found by `E2B_DOMAIN`: `api.` and `{port}-{id}.` below a domain, over TLS of its own CA."""
+    with ExitStack() as held:
+        home = held.enter_context(node_home())
+        settings = node_settings(home, low=2, high=64)
+        port = _free_port()
+        where = {"domain": f"{DOMAIN}:{port}", "tls_port": port}
+        settings = settings.model_copy(update={"server": settings.server.model_copy(update=where)})
+        server = held.enter_context(EmbeddedServer(settings))
+        names = held.enter_context(name_server(DOMAIN))
+        ca = str(settings.paths.state / "tls" / "ca.pem")
+        env = {"E2B_API_KEY": server.api_key, "E2B_DOMAIN": f"{DOMAIN}:{port}"}
+        yield Target(env | {"SSL_CERT_FILE": ca, "NODE_EXTRA_CA_CERTS": ca}, home, names)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
