@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from sandyard.sandboxes.log import LINE_BYTES, Level, SandboxLog
 POLL_FIRST, POLL_LAST = 0.02, 0.5  # seconds between two tries of a ready command
 PROBE_SECONDS = 10.0  # one try of it
 USER = "user"
+ENVIRONMENT = "/run/sandyard/environment.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,15 @@ class Starter:
             polling.cancel()
             with contextlib.suppress(asyncio.CancelledError, SandyardError):
                 await polling
+
+
+async def tell_environment(instance: Instance, variables: Mapping[str, str]) -> None:
+    """Write the variables a sandbox was asked for with where its start command can read them: that ran
+    already when a warm sandbox is handed out. Raises `CreateFailed("start")`, `AgentLinkError`."""
+    try:
+        await instance.agent.write_file(ENVIRONMENT, json.dumps(dict(variables)).encode())
+    except GuestError as error:
+        raise CreateFailed("start", f"{ENVIRONMENT}: {error.message}") from error
 
 
 def _check_start(following: asyncio.Task[ExitStatus]) -> None:
