@@ -7,13 +7,12 @@ response.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 import httptools
 from starlette.types import Receive, Scope, Send
 
-from sandyard.errors import AgentLinkError, GuestError
+from sandyard.errors import GuestError
 from sandyard.guest.base import PortStream
 
 _HOP_BY_HOP = {
@@ -40,8 +39,12 @@ class BrokenResponse(Exception):
     """The response broke off after its head was sent to the client."""
 
 
-def passed_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The request headers that may be passed on, with where the request came from."""
+class ClientLeft(Exception):
+    """The client went away before it had all of the response."""
+
+
+def passed_headers(scope: Scope, mask: bytes | None = None) -> list[tuple[bytes, bytes]]:
+    """The request headers that may be passed on, with where the request came from; `mask` instead of its Host."""
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
     passed = [
         (name, value)
@@ -49,6 +52,8 @@ def passed_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
         if name not in _HOP_BY_HOP and name not in _OURS and not (name == b"authorization" and _is_key(value))
     ]
     host = next((value for name, value in passed if name == b"host"), b"")
+    if mask is not None:
+        passed = [(name, mask if name == b"host" else value) for name, value in passed]
     return [*passed, (b"x-forwarded-host", host), (b"x-forwarded-proto", scope["scheme"].encode())]
 
 
@@ -58,23 +63,37 @@ def _is_key(value: bytes) -> bool:
     return kind.lower() == b"bearer" and credential.strip().startswith(b"e2b_")
 
 
-async def exchange(scope: Scope, receive: Receive, send: Send, stream: PortStream) -> None:
-    """Pass the request in and the response out. Raises `BadResponse`, `BrokenResponse`, `AgentLinkError`."""
-    upload = asyncio.create_task(_send_request(scope, receive, stream))
+async def exchange(scope: Scope, receive: Receive, send: Send, stream: PortStream, mask: bytes | None = None) -> None:
+    """Pass the request in and the response out; programs see `mask` as the Host, if it is given.
+
+    Raises `BadResponse`, `BrokenResponse`, `ClientLeft`, `AgentLinkError`."""
+    upload = asyncio.create_task(_upload(scope, receive, stream, mask))
+    answer = asyncio.create_task(_send_response(scope, send, stream))
     try:
-        await _send_response(scope, send, stream)
+        await asyncio.wait((upload, answer), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done() and isinstance(upload.exception(), ClientLeft):
+            raise ClientLeft
+        # The response is what counts; a program may well answer without reading all of the request.
+        await answer
     finally:
         upload.cancel()
-        # The response is what counts; a program may well answer without reading all of the request.
-        with contextlib.suppress(asyncio.CancelledError, GuestError, AgentLinkError):
-            await upload
+        answer.cancel()
+        await asyncio.gather(upload, answer, return_exceptions=True)
 
 
-async def _send_request(scope: Scope, receive: Receive, stream: PortStream) -> None:
+async def _upload(scope: Scope, receive: Receive, stream: PortStream, mask: bytes | None) -> None:
+    """Does not return: after the request it waits for the client to leave, for the response may have no end."""
+    await _send_request(scope, receive, stream, mask)
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientLeft
+
+
+async def _send_request(scope: Scope, receive: Receive, stream: PortStream, mask: bytes | None) -> None:
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
     head = [scope["method"].encode() + b" " + target + b" HTTP/1.1"]
-    head += [name + b": " + value for name, value in passed_headers(scope)]
+    head += [name + b": " + value for name, value in passed_headers(scope, mask)]
     head.append(b"connection: close")
     if chunked:
         head.append(b"transfer-encoding: chunked")
@@ -83,8 +102,7 @@ async def _send_request(scope: Scope, receive: Receive, stream: PortStream) -> N
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            await stream.close()  # ends the response too
-            return
+            raise ClientLeft
         more = message.get("more_body", False)
         if chunk := message.get("body"):
             await stream.write(b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunked else chunk)

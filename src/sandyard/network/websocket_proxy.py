@@ -22,13 +22,18 @@ BAD_GATEWAY = 1014
 _OWN = {b"host", b"sec-websocket-key", b"sec-websocket-version", b"sec-websocket-extensions", b"sec-websocket-protocol"}
 
 
-async def relay(scope: Scope, receive: Receive, send: Send, stream: PortStream) -> None:
-    """Open the WebSocket inside, accept the one outside, pass messages until one of them closes."""
-    inside = _Inside(_protocol(scope), stream)
+class NotAccepted(Exception):
+    """What listens on the port did not open a WebSocket. Nothing was sent to the client yet."""
+
+
+async def relay(scope: Scope, receive: Receive, send: Send, stream: PortStream, mask: bytes | None = None) -> None:
+    """Open the WebSocket inside, accept the one outside, pass messages until one of them closes.
+
+    Raises `NotAccepted`, and `GuestError` or `AgentLinkError` before the one outside is accepted."""
+    inside = _Inside(_protocol(scope, mask), stream)
     response = await inside.open(scope)
     if response is None:
-        await send({"type": "websocket.close", "code": BAD_GATEWAY, "reason": "the port did not accept a WebSocket"})
-        return
+        raise NotAccepted
     await send({"type": "websocket.accept", "subprotocol": response.headers.get("sec-websocket-protocol")})
     tasks = [asyncio.create_task(_outward(inside, send)), asyncio.create_task(_inward(inside, receive))]
     try:
@@ -45,8 +50,9 @@ async def relay(scope: Scope, receive: Receive, send: Send, stream: PortStream) 
         await send({"type": "websocket.close", "code": BAD_GATEWAY, "reason": "the connection inside is gone"})
 
 
-def _protocol(scope: Scope) -> ClientProtocol:
-    host = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"host"), "localhost")
+def _protocol(scope: Scope, mask: bytes | None) -> ClientProtocol:
+    sent = next((value for name, value in scope["headers"] if name == b"host"), b"localhost")
+    host = (mask or sent).decode("latin-1")
     name, _, port = host.partition(":")
     query = scope["query_string"].decode("latin-1")
     # As it came: decoded, a path could hold line breaks, and with them headers.

@@ -18,7 +18,8 @@ from sandyard.server.envd.router import EnvdRouter
 from sandyard.server.envd.sessions import Sessions
 from sandyard.server.envd.signing import BadSignature, verify
 from sandyard.server.envd.watchers import Watchers
-from sandyard.server.ports import NO_RETRY, proxy_http, proxy_websocket
+from sandyard.server.ingress import TOKEN_HEADER, Ingress
+from sandyard.server.ports import NO_RETRY, proxy_http, proxy_websocket, refuse_websocket
 from sandyard.server.protocol import reset
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
@@ -27,6 +28,7 @@ from sandyard.server.web import ClientGone, Headers, decimal, headers_of, respon
 log = structlog.get_logger("sandyard.dataplane")
 
 ENVD_PORT = 49983
+GONE = "The sandbox was not found"
 _HOST = rb"(\d{1,5})-([a-z0-9]+)\.%b(?::\d{1,5})?"
 
 
@@ -92,7 +94,7 @@ class DataPlane:
         call = Call(scope, receive, send, headers, self._guest(sandbox))
         try:
             if port != ENVD_PORT:
-                await proxy_http(call, port)
+                await self._to_port(call, port)
             elif (refusal := self._refused(sandbox, scope, headers)) is not None:
                 await respond_error(send, 401, refusal)
             else:
@@ -110,6 +112,22 @@ class DataPlane:
                 reset(scope)
                 return
             await respond_error(send, 500, "internal error", [NO_RETRY])
+
+    async def _to_port(self, call: Call, port: int) -> None:
+        ingress = Ingress.of(call.sandbox.network)
+        if (refusal := self._private(call.sandbox, ingress, call.headers)) is not None:
+            await respond_error(call.send, 403, refusal, sandboxId=call.sandbox.id)
+        else:
+            await proxy_http(call, port, ingress)
+
+    def _private(self, sandbox: Sandbox, ingress: Ingress, headers: Headers) -> str | None:
+        """Why a request to a port may not pass; None if it may."""
+        if ingress.public:
+            return None
+        token = headers.get(TOKEN_HEADER)
+        if token is None:
+            return "the sandbox's ports are private: header e2b-traffic-access-token is missing"
+        return None if self._tokens.traffic_fits(sandbox.id, token) else "wrong e2b-traffic-access-token"
 
     async def _link_lost(self, call: Call, error: SandyardError) -> None:
         """Before the response: say how the sandbox died. Within it: break the connection off."""
@@ -166,15 +184,23 @@ class DataPlane:
             guest.die()
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send, sandbox_id: str, port: int | None) -> None:
+        await receive()  # websocket.connect
         try:
             sandbox = self._manager.find(sandbox_id)
         except (SandboxDied, NotFound):
-            await receive()
-            await send({"type": "websocket.close", "code": 1014, "reason": "The sandbox was not found"})
+            await refuse_websocket(send, 502, GONE, [NO_RETRY], sandboxId=sandbox_id)
             return
+        ingress = Ingress.of(sandbox.network)
+        if (refusal := self._private(sandbox, ingress, headers_of(scope))) is not None:
+            await refuse_websocket(send, 403, refusal, sandboxId=sandbox_id)
+            return
+        if port is None or port == ENVD_PORT:
+            await refuse_websocket(send, 400, "no port that a WebSocket could go to", sandboxId=sandbox_id)
+            return
+        sandbox.touch()
         sandbox.streams += 1
         try:
-            await proxy_websocket(scope, receive, send, sandbox, port or 0)
+            await proxy_websocket(scope, receive, send, sandbox, port, ingress)
         finally:
             sandbox.streams -= 1
             sandbox.touch()
@@ -185,7 +211,7 @@ async def _gone(send: Send, sandbox_id: str, death: SandboxDied | None) -> None:
     if death is not None:
         headers.append((b"x-sandyard-death", death.reason.value.encode()))
         extra |= {"reason": death.reason.value, "detail": death.detail}
-    await respond_error(send, 502, "The sandbox was not found", headers, **extra)
+    await respond_error(send, 502, GONE, headers, **extra)
 
 
 def _query(scope: Scope) -> Mapping[str, str]:

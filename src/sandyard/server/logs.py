@@ -12,10 +12,12 @@ LEVEL_VARIABLE = "SANDYARD_LOG"
 
 
 class _Expected(logging.Filter):
-    """Breaking a response off is how a client learns that its sandbox died: not an error of the server."""
+    """Breaking a response off is how a client learns that its sandbox died, and a WebSocket's handshake may
+    be answered with an HTTP response: not errors of the server."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "without completing response" not in record.getMessage()
+        message = record.getMessage()
+        return "without completing response" not in message and "without completing handshake" not in message
 
 
 def set_up_logs() -> None:

@@ -62,3 +62,10 @@ class SandboxTokens:
 
     def fits(self, sandbox_id: str, token: bytes) -> bool:
         return hmac.compare_digest(self.of(sandbox_id).encode(), token)
+
+    def traffic_of(self, sandbox_id: str) -> str:
+        """What opens the ports of a sandbox that are not public; it opens nothing else."""
+        return self.of(f"traffic:{sandbox_id}")  # no id has a colon
+
+    def traffic_fits(self, sandbox_id: str, token: bytes) -> bool:
+        return hmac.compare_digest(self.traffic_of(sandbox_id).encode(), token)

@@ -23,6 +23,7 @@ from sandyard.server.control.models import (
     SandboxView,
     SetTimeout,
 )
+from sandyard.server.ingress import Ingress
 
 LEASE_KEY = "sandyard.lease"
 IDLE_KEY = "sandyard.idle_timeout"
@@ -199,4 +200,7 @@ def _idle(value: str) -> float:
 
 def _view(here: Context, sandbox: Sandbox) -> SandboxView:
     token = here.tokens.of(sandbox.id) if sandbox.secured else None
-    return SandboxView.of(sandbox, token, here.manager.settings.server.domain)
+    view = SandboxView.of(sandbox, token, here.manager.settings.server.domain)
+    if not Ingress.of(sandbox.network).public:
+        view.trafficAccessToken = here.tokens.traffic_of(sandbox.id)
+    return view
