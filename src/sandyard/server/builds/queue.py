@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class Builds:
         self._gate = asyncio.Semaphore(self._settings.at_once)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
+        manager.layer_holders.append(lambda: self.cache.layers)
 
     @property
     def _catalog(self) -> Catalog:
@@ -130,7 +131,7 @@ class Builds:
     async def delete(self, template: Template) -> None:
         """Delete a template or a snapshot with all that only it needs. Sandboxes of a snapshot go on, on their
         layers. Raises `BadRequest` while sandboxes of a template live, and for the node's own."""
-        users = [s.id for s in self._manager.all() if s.template_id == template.id]
+        users = [s.id for s in self._manager.everyone() if s.template_id == template.id]
         if users and template.kind == "template":
             raise BadRequest(
                 f"template '{template.name}' cannot be deleted: {len(users)} sandboxes use it ({users[0]}, …)",
@@ -156,7 +157,7 @@ class Builds:
             del self._logs[build_id]
         return known
 
-    async def collect(self, in_use: Collection[Path] = ()) -> None:
+    async def collect(self) -> None:
         """Remove layers that nothing names any more, and uploads that are long unused."""
         await self.files.collect()
         await self._give_up(time.time() - WAITING_SECONDS)
@@ -164,7 +165,8 @@ class Builds:
         limit, home = self._settings.cache_mb << 20, self._catalog.layers_home
         await asyncio.to_thread(self.cache.shrink, limit, named, home)
         await self._save_cache()
-        await self._catalog.collect({*in_use, *self._manager.layers_in_use(), *self.cache.layers})
+        held = {layer for holder in self._manager.layer_holders for layer in holder()}
+        await self._catalog.collect(held | self._manager.layers_in_use())
 
     async def _give_up(self, before: float) -> None:
         stale = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -104,7 +103,6 @@ class SandboxBench:
 
     async def _close(self) -> None:
         spec = self._instance.spec
-        began = time.monotonic()
         try:
             await self._manager.runtime.destroy(spec.sandbox_id)
         except SandyardError as error:
@@ -112,4 +110,3 @@ class SandboxBench:
             self._manager.straggle(spec.sandbox_id)
         finally:
             self._manager.admission.release(spec.resources)
-        log.debug("sandbox of a build is gone", sandbox=spec.sandbox_id, seconds=time.monotonic() - began)

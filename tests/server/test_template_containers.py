@@ -1,0 +1,102 @@
+"""Template builds over real containers: started by the SDK, and by a server that is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from e2b import Sandbox, Template
+
+from sandyard.config import Settings
+from sandyard.images.base import build_base
+from sandyard.runtimes.container import ContainerRuntime
+from sandyard.server.embedded import EmbeddedServer
+from tests.yard import leftovers, node_home, node_settings
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    with node_home() as home:
+        yield node_settings(home)
+
+
+@pytest.fixture(autouse=True)
+async def base_template() -> None:
+    """Built on first use, which takes a minute or two."""
+    await build_base(Settings())
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left(settings: Settings) -> AsyncIterator[None]:
+    yield
+    runtime = ContainerRuntime(settings)
+    sandboxes = await runtime.list()
+    await runtime.close()
+    assert [*sandboxes, *leftovers(settings.paths.run.parent)] == []
+
+
+def sdk(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_chain_of_templates(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text("print('app')")
+    with EmbeddedServer(settings) as server:
+        sdk(server, monkeypatch)
+        first = (
+            Template(file_context_path=tmp_path)
+            .from_base_image()
+            .copy("app.py", "/opt/app/", user="root")
+            .set_envs({"WHO": "first"})
+            .set_workdir("/srv/app")
+            .run_cmd("echo $WHO > who; sudo rm /etc/hostname /usr/bin/curl")
+        )
+        Template.build(first, "first", cpu_count=1, memory_mb=256)
+        second = Template().from_template("first").run_cmd("echo more >> who").set_user("root")
+        Template.build(second, "second:v1", cpu_count=1, memory_mb=256)
+        began = time.monotonic()
+        Template.build(second, "second:v2", cpu_count=1, memory_mb=256)
+        assert time.monotonic() - began < 2
+        for tag in ("v1", "v2"):
+            box = Sandbox.create(f"second:{tag}", timeout=60)
+            said = box.commands.run("id -un; pwd; cat who; echo $WHO; python3 /opt/app/app.py; which curl || echo gone")
+            assert said.stdout.split() == ["root", "/srv/app", "first", "more", "first", "app", "gone"]
+            box.kill()
+        httpx.delete(f"{server.url}/templates/first", headers={"X-API-Key": server.api_key}).raise_for_status()
+        box = Sandbox.create("second:v1", timeout=60)  # its layers stay while it needs them
+        assert box.commands.run("cat who").stdout == "first\nmore\n"
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_server_killed_in_a_build_leaves_nothing(settings: Settings, seed: int) -> None:
+    steps = [{"type": "RUN", "args": [f"head -c 20M /dev/urandom > /tmp/{n}; sleep 0.{n}"]} for n in range(6)]
+    key: dict[str, str] = {}
+    with EmbeddedServer(settings) as server:
+        key["X-API-Key"] = server.api_key
+        with httpx.Client(base_url=server.url, headers=key) as api:
+            made = api.post("/v3/templates", json={"name": "x", "memoryMB": 256}).json()
+            url = f"/templates/{made['templateID']}/builds/{made['buildID']}"
+            api.post(f"/v2{url}", json={"fromTemplate": "base", "steps": steps}).raise_for_status()
+            time.sleep(random.Random(seed).uniform(0.2, 2.5))
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+    with EmbeddedServer(settings) as server, httpx.Client(base_url=server.url, headers=key) as api:
+        assert api.get(f"{url}/status").json()["status"] in ("error", "ready")
+        named = len(list((settings.paths.state / "layers").glob("*")))
+        assert not list((settings.paths.state / "layers").glob("*.part"))
+        assert named <= 6
+        again = api.post("/v3/templates", json={"name": "x", "memoryMB": 256}).json()
+        url = f"/templates/{again['templateID']}/builds/{again['buildID']}"
+        api.post(f"/v2{url}", json={"fromTemplate": "base", "steps": steps}).raise_for_status()
+        while (status := api.get(f"{url}/status").json()["status"]) == "building":
+            time.sleep(0.1)
+        assert status == "ready"
