@@ -16,7 +16,7 @@ import typer
 from sandyard.cli.console import stderr
 from sandyard.errors import ClientError, SandyardError
 
-NOUNS = ("serve", "setup", "doctor", "conformance", "auth", "sandbox", "template", "train", "evaluate")
+NOUNS = ("serve", "setup", "doctor", "conformance", "auth", "sandbox", "snapshot", "template", "train", "evaluate")
 
 
 def build_app() -> typer.Typer:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TextIO
 
 import httpx
 import typer
 from e2b import NotFoundException, Sandbox, SandboxQuery
 
+from sandyard.cli import lifecycle, logs, transfer
 from sandyard.cli.console import Output, print_rows, stderr, stdout
+from sandyard.cli.rest import call
 from sandyard.cli.terminal import attach, exit_code, require_terminal
 from sandyard.connection import resolve_connection
 from sandyard.errors import BadRequest, NotFound
@@ -33,6 +35,8 @@ def register(app: typer.Typer) -> None:
         target.command("delete")(delete)
         target.command("rm", hidden=True)(delete)
         target.command("sweep")(sweep)
+        for verbs in (lifecycle, logs, transfer):
+            verbs.add(target)
 
 
 def start(
@@ -41,17 +45,23 @@ def start(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="print the id, do not attach a shell")] = False,
     env: Annotated[list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, may be repeated")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", "-l", help="NAME=VALUE, may be repeated")] = None,
+    cold: Annotated[str | None, typer.Option(metavar="IMAGE", help="start from an image, of a size of its own")] = None,
+    cpu: Annotated[int | None, typer.Option(help="cores, with --cold", min=1)] = None,
+    memory: Annotated[int | None, typer.Option(help="MiB of memory, with --cold", min=128)] = None,
+    disk_size_mb: Annotated[int | None, typer.Option(help="MiB of disk, whole GiB, with --cold", min=1024)] = None,
 ) -> None:
     """Start a sandbox and attach a shell to it; it lives on after the shell until its timeout."""
     if not detach:
         require_terminal()
-    box = Sandbox.create(
-        template,
-        timeout=timeout,
-        envs=pairs(env, "--env"),
-        metadata=pairs(label, "--label"),
-        **resolve_connection().sdk_options(),
-    )
+    common: dict[str, Any] = {"timeout": timeout, "metadata": pairs(label, "--label")}
+    envs = pairs(env, "--env")
+    sizes = {"cpuCount": cpu, "memoryMB": memory, "diskSizeMB": disk_size_mb}
+    if cold is not None:
+        box = _start_cold({"image": cold, **common, "envVars": envs}, sizes)
+    elif any(size is not None for size in sizes.values()):
+        raise BadRequest("--cpu, --memory and --disk-size-mb go with --cold", remedy="a template has its own size")
+    else:
+        box = Sandbox.create(template, envs=envs, **common, **resolve_connection().sdk_options())
     if detach:
         print(box.sandbox_id)
         return
@@ -60,6 +70,13 @@ def start(
         soft_wrap=True,
     )
     raise typer.Exit(attach(box))
+
+
+def _start_cold(body: dict[str, Any], sizes: Mapping[str, int | None]) -> Sandbox:
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    made = call("POST", "/sandboxes-cold", json={**body, **chosen, "secure": True, "autoPause": False}).json()
+    box: Sandbox = Sandbox.connect(made["sandboxID"], timeout=body["timeout"], **resolve_connection().sdk_options())
+    return box
 
 
 def execute(
