@@ -36,6 +36,9 @@ def serve(
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
     runtime: Annotated[str | None, typer.Option(help="how sandboxes are isolated: container [default]")] = None,
     max_count: Annotated[int | None, typer.Option(help="most sandboxes at once; 0: as many as memory allows")] = None,
+    egress: Annotated[
+        bool | None, typer.Option("--egress", help="let sandboxes reach the internet, as their policy says")
+    ] = None,
     keep_sandboxes: Annotated[
         bool | None, typer.Option("--keep-sandboxes", help="let sandboxes live on when the server stops")
     ] = None,
@@ -50,6 +53,7 @@ def serve(
         "server.tls_host": tls_host,
         "server.tls_cert": tls_cert,
         "server.tls_key": tls_key,
+        "network.egress": "on" if egress else None,
         "server.keep_sandboxes": keep_sandboxes,
         "sandbox.runtime": runtime,
         "sandbox.max_count": max_count,

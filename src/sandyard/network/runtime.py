@@ -13,6 +13,7 @@ from typing import Any
 
 import structlog
 
+from sandyard.config import Settings
 from sandyard.errors import Conflict, CreateFailed, HostError, NotFound, Unsupported
 from sandyard.network.policy import Policy
 from sandyard.network.slots import Slots
@@ -109,6 +110,16 @@ class NetworkedRuntime(Runtime):
             remedy = error.remedy if isinstance(error, HostError) else None
             raise CreateFailed("network", str(error), remedy=remedy) from error
         return replace(spec, network=slot.path)
+
+
+def networked(runtime: Runtime, settings: Settings) -> Runtime:
+    """The runtime as `network.egress` wants it. Raises `Unsupported`."""
+    return NetworkedRuntime(runtime, Slots(settings)) if settings.network.egress == "on" else runtime
+
+
+def connected(runtime: Runtime, sandbox_id: str) -> bool:
+    """Whether `permit` has something to change."""
+    return isinstance(runtime, NetworkedRuntime) and runtime.slots.holds(sandbox_id)
 
 
 async def permit(runtime: Runtime, sandbox_id: str, network: Mapping[str, Any]) -> None:

@@ -79,7 +79,10 @@ class Slots:
 
     @property
     def directory(self) -> Path:
-        """Where slots have their names. Every sandbox's root, nobody on the host, must get there."""
+        """Where slots have their names. Every sandbox's root, nobody on the host, must get there.
+
+        Raises `HostError`."""
+        self._layout.prepare()
         mark = hashlib.sha256(str(self._layout.run).encode()).hexdigest()[:8]
         return self._layout.mounts() / f"netns-{mark}"
 
@@ -88,6 +91,9 @@ class Slots:
         with suppress(FileNotFoundError):
             return sorted(entry.name for entry in self.directory.iterdir())
         return []
+
+    def holds(self, sandbox_id: str) -> bool:
+        return sandbox_id in self._held
 
     def start(self) -> None:
         """Begin to make spares. Idempotent."""
@@ -107,16 +113,15 @@ class Slots:
         async with self._lock(sandbox_id):
             if sandbox_id in self._held:
                 raise SandboxError(f"sandbox {sandbox_id} has a network slot already")
+            home = self.directory / sandbox_id
+            home.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
             descriptor, listeners = await self._made()
             try:
-                home = self.directory / sandbox_id
-                self._layout.prepare()
-                home.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
                 await namespace.inside(descriptor, lambda: self._name(descriptor, home))
                 return await self._hold(sandbox_id, descriptor, listeners, policy)
             except BaseException:
                 await self._let_go(sandbox_id, descriptor, listeners)
-                namespace.hide(self.directory / sandbox_id)
+                namespace.hide(home)
                 raise
 
     async def adopt(self, sandbox_id: str, policy: Policy = CLOSED) -> Slot | None:
@@ -156,8 +161,6 @@ class Slots:
             if held is not None:
                 await self._running().call(_close(held))
                 os.close(held.descriptor)
-            elif not self._layout.run.exists():
-                return
             try:
                 await asyncio.to_thread(namespace.hide, self.directory / sandbox_id)
             except OSError as error:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from sandyard.config import Settings
 from sandyard.images.templates import Template, TemplateStore
+from sandyard.network.runtime import networked, permit
 from sandyard.runtimes import open_runtime
 from sandyard.runtimes.base import Resources, Rootfs, Runtime
 from sandyard.sandboxes import FixedTemplates, SandboxManager, TemplateSource, TemplateView
@@ -60,13 +61,14 @@ def template_source(settings: Settings) -> TemplateSource:
 async def application(settings: Settings, runtime: Runtime | None = None) -> AsyncIterator[Application]:
     """A started server without its socket. On exit its sandboxes are destroyed, or left to be adopted
     with `server.keep_sandboxes`."""
-    own = runtime or open_runtime(settings)
+    own = runtime or networked(open_runtime(settings), settings)
     store = await open_store(settings)
     try:
         keys = Keys(store)
         await keys.open(settings)
         seed = read_or_make(secrets_dir(settings.paths.state) / SEED_FILE, new_api_key())
         manager = SandboxManager(settings, own, template_source(settings), store)
+        manager.permit = lambda sandbox: permit(own, sandbox.id, sandbox.network)
         hooks = Hooks.of(settings.extension)
         if hooks is not None:
             manager.extension = hooks

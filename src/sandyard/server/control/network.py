@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
 
 from sandyard.config import NetworkSettings
-from sandyard.errors import BadRequest, Unsupported
+from sandyard.errors import BadRequest, Conflict, Unsupported
 from sandyard.network.policy import EVERYWHERE, canonical_domain, canonical_rule, never_allowed, parse_network
+from sandyard.network.runtime import connected
+from sandyard.sandboxes.model import State
+from sandyard.server.control.context import Here, Tenant
 
 DOMAINS_NEED_DENY = (
     "When specifying allowed domains in allow out, you must include 'ALL_TRAFFIC' in deny out "
@@ -24,6 +32,41 @@ MAX_HEADERS = 20
 _EGRESS = ("allowOut", "denyOut", "dnsServers", "egressProxy", "rules")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _MASK = re.compile(r"(?P<host>[^:]+)(:(?P<port>\d{1,5}|\$\{PORT\}))?")
+
+
+router = APIRouter(tags=["sandboxes"])
+
+_changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+
+class NetworkUpdate(BaseModel):
+    """What a running sandbox may reach from here on: what is left out is cleared."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    allowOut: list[str] | None = Field(default=None, description="Addresses, CIDR blocks, names, or `*.name`.")
+    denyOut: list[str] | None = Field(default=None, description="Addresses and CIDR blocks; allowOut goes before it.")
+    dnsServers: list[str] | None = None
+    egressProxy: dict[str, Any] | None = None
+    rules: dict[str, Any] | None = None
+    allow_internet_access: bool | None = Field(default=None, description="false: as if denyOut held 0.0.0.0/0.")
+
+
+@router.put("/sandboxes/{sandbox_id}/network", status_code=204)
+async def update(sandbox_id: str, body: NetworkUpdate, here: Here, tenant: Tenant) -> None:
+    """Replace the egress rules of a running sandbox; open connections that they deny are cut."""
+    manager = here.manager
+    async with _changing.setdefault(sandbox_id, asyncio.Lock()):
+        sandbox = manager.get(tenant, sandbox_id)
+        settings = manager.settings.network
+        wanted = replaced_network(sandbox.network, body.model_dump(exclude_none=True), settings)
+        if sandbox.state is not State.RUNNING:
+            raise Conflict(f"sandbox '{sandbox_id}' is {sandbox.state}", remedy="connect to it: that resumes it")
+        if settings.egress == "on" and not connected(manager.runtime, sandbox_id):
+            raise Conflict(f"sandbox '{sandbox_id}' was made without a network", remedy="start another")
+        await manager.store.set_network(sandbox_id, wanted)
+        sandbox.network = wanted
+        await manager.permit(sandbox)
 
 
 def checked_network(
