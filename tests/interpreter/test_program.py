@@ -56,7 +56,9 @@ def test_results_by_their_kind(interpreter: Interpreter, code: str, shown: dict[
 
 def test_a_figure_is_a_picture_and_a_chart(interpreter: Interpreter) -> None:
     code = "import matplotlib.pyplot as plt\nplt.title('T')\nplt.bar(['a', 'b'], [3, 4])\nplt.show()\n'end'"
-    figure, end = (item for item in interpreter.run(code) if item["type"] == "result")
+    said = interpreter.run(code)
+    figure, end = (item for item in said if item["type"] == "result")
+    assert [item for item in said if item["type"] == "stderr"] == []
     assert figure["png"].startswith("iVBOR")
     assert (figure["chart"]["type"], figure["chart"]["title"]) == ("bar", "T")
     assert [bar["label"] for bar in figure["chart"]["elements"]] == ["a", "b"]

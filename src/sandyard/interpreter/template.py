@@ -30,9 +30,10 @@ ALIASES = ("code-interpreter",)
 MEMORY_MB = 1024
 PORT = 49999
 LANGUAGES = ("python", "bash", "javascript", "typescript")
+# matplotlib 3.11 no longer takes arguments that much code still gives (`boxplot(labels=…)`).
 PACKAGES = (
     *("pip", "ipykernel>=6.29", "jupyter_client>=8.6", "tornado>=6.4", "bash_kernel>=0.10", "deno>=2.5,<3"),
-    *("numpy>=2,<3", "pandas>=2.2,<4", "matplotlib>=3.9,<4", "scipy>=1.14,<2", "pillow>=11", "e2b_charts>=1,<2"),
+    *("numpy>=2,<3", "pandas>=2.2,<4", "matplotlib>=3.9,<3.11", "scipy>=1.14,<2", "pillow>=11", "e2b_charts>=1,<2"),
     *("requests>=2.32,<3", "beautifulsoup4>=4.12,<5", "openpyxl>=3.1,<4", "pytest>=8"),
 )
 HOME = "/opt/sandyard/interpreter"

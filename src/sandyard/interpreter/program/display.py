@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,9 @@ class ChartFormatter(BaseFormatter):
         try:
             from e2b_charts import chart_figure_to_dict
 
-            return plain(chart_figure_to_dict(value))
+            with warnings.catch_warnings():  # those of its making are nothing that the user's code did
+                warnings.simplefilter("ignore")
+                return plain(chart_figure_to_dict(value))
         except Exception:  # noqa: BLE001 - a figure it cannot read is shown as its picture alone
             return None
 
