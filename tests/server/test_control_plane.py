@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx
 import pytest
 
 from sandyard.errors import CreateFailed, DeathReason, HostError
-
-if TYPE_CHECKING:
-    from tests.server.conftest import LiveServer
+from sandyard.runtimes.base import Capabilities
+from tests.server.conftest import LiveServer
 
 
 def create(api: httpx.Client, path: str = "/v2/sandboxes", **body: object) -> dict[str, Any]:
@@ -75,7 +74,13 @@ def test_the_key_works_as_bearer_too_and_lies_in_a_private_file(server: LiveServ
         (b'{"templateID": "base", "timeout": "soon"}', 400, "timeout"),
         (b'{"templateID": "base", "metadata": {"a": 1}}', 400, "metadata.a"),
         (b'{"templateID": "base", "envVars": []}', 400, "envVars"),
-        (b'{"templateID": "base", "autoPause": true}', 400, "autoPause"),
+        (b'{"templateID": "base", "autoPauseMemory": false}', 400, "needs autoPause"),
+        (
+            b'{"templateID": "base", "autoPause": true, "autoPauseMemory": false, "autoResume": {"enabled": true}}',
+            400,
+            "autoResume",
+        ),
+        (b'{"templateID": "base", "volumeMounts": [{"name": "v", "path": "/v"}]}', 400, "volumeMounts"),
         (b'{"templateID": "base", "metadata": {"sandyard.lease": "x"}}', 400, "lease 'x'"),
         (b'{"templateID": "base", "metadata": {"sandyard.idle_timeout": "x"}}', 400, "idle_timeout"),
         (b'{"templateID": "bose"}', 404, "'bose' not found; did you mean base"),
@@ -126,13 +131,15 @@ def test_unknown_fields_are_tolerated_and_unknown_paths_are_json(api: httpx.Clie
     assert api.put("/sandboxes").json()["code"] == 405
 
 
-def test_what_the_runtime_cannot_do_is_said_before_acting(api: httpx.Client) -> None:
+def test_what_the_runtime_cannot_do_is_said_before_acting(server: LiveServer, api: httpx.Client) -> None:
     made = create(api)
-    for action in ("pause", "resume", "fork", "snapshots"):
+    server.runtime.capabilities = Capabilities()
+    for action in ("pause", "fork", "snapshots"):
         reply = api.post(f"/sandboxes/{made['sandboxID']}/{action}", json={})
         assert reply.status_code == 400
-        assert "memory" in reply.json()["message"]
+        assert "runtime memory cannot" in reply.json()["message"]
     assert api.get(f"/sandboxes/{made['sandboxID']}").json()["state"] == "running"
+    assert api.post("/sandboxes", json={"templateID": "base", "autoPause": True}).status_code == 400
 
 
 def test_info_says_what_was_asked_for(api: httpx.Client) -> None:

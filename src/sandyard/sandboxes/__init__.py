@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sandyard.sandboxes.catalog import Build, Catalog, Template
+from sandyard.sandboxes.copying import Snapshot
 from sandyard.sandboxes.leases import Lease
 from sandyard.sandboxes.manager import SandboxManager
 from sandyard.sandboxes.model import CreateRequest, Defaults, Sandbox, State
@@ -17,6 +18,7 @@ __all__ = [
     "Lease",
     "Sandbox",
     "SandboxManager",
+    "Snapshot",
     "State",
     "Template",
     "TemplateSource",

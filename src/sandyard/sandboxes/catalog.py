@@ -253,6 +253,8 @@ class Catalog:
         await self._tables.put_tags([TagRecord(template.id, tag, build_id, now) for tag in tags])
         for tag in tags:
             template.tags[tag] = (build_id, now)
+        template.updated_at = now
+        await self._put(template)
 
     async def drop_tags(self, template: Template, tags: Sequence[str]) -> None:
         """Raises `NotFound` naming the first that does not exist; then none is dropped."""

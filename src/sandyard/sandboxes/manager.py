@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,20 @@ from sandyard.sandboxes.extension import Extension, NoExtension
 from sandyard.sandboxes.graveyard import Graveyard
 from sandyard.sandboxes.leases import Lease, Leases
 from sandyard.sandboxes.log import DeadLogs, Level, SandboxLog
-from sandyard.sandboxes.model import CreateRequest, Defaults, OnTimeout, PauseMode, Sandbox, State, new_id
+from sandyard.sandboxes.model import (
+    CreateRequest,
+    Defaults,
+    OnTimeout,
+    PauseMode,
+    Sandbox,
+    State,
+    TimeoutPolicy,
+    new_id,
+)
 from sandyard.sandboxes.pausing import Pausing
 from sandyard.sandboxes.pool import Shelf, WarmPool
 from sandyard.sandboxes.recovery import recover
-from sandyard.sandboxes.starting import StartCommand, Starter
+from sandyard.sandboxes.starting import StartCommand, Starter, tell_environment
 from sandyard.sandboxes.stragglers import Stragglers
 from sandyard.sandboxes.templates import TemplateSource, TemplateView
 from sandyard.sandboxes.timers import Timers
@@ -56,6 +65,10 @@ async def _answers(sandbox: Sandbox) -> bool:
     except (SandyardError, TimeoutError):
         return False
     return True
+
+
+async def _permit_nothing(_sandbox: Sandbox) -> None:
+    """On a node whose sandboxes have no network."""
 
 
 class SandboxManager:
@@ -89,6 +102,8 @@ class SandboxManager:
         self.on_pause: list[Callable[[Sandbox], None]] = []  # `pause_mode` says what is left of it
         self.layer_holders: list[Callable[[], Collection[Path]]] = []  # who else needs layers that no build names
         self.extension: Extension = NoExtension()
+        # Lets a sandbox that was made, booted or taken over reach what its `network` allows, and nothing else.
+        self.permit: Callable[[Sandbox], Awaitable[None]] = _permit_nothing
         self._stragglers = Stragglers(runtime)
         self._kills_at_once = asyncio.Semaphore(KILLS_AT_ONCE)
         self._relinking = asyncio.Lock()
@@ -106,6 +121,7 @@ class SandboxManager:
         for sandbox in await recover(self):
             if sandbox.placed:
                 self.admission.hold(sandbox.resources)
+                await self._permit_again(sandbox)
             self._keep(sandbox)
             sandbox.log.append("taken over after a restart of the server")
         self._stragglers.start()
@@ -206,20 +222,23 @@ class SandboxManager:
         death = sandbox.death if sandbox is not None else self.graveyard.get(sandbox_id)
         raise death or NotFound(f"sandbox '{sandbox_id}' not found")
 
+    def look(self, sandbox_id: str) -> Sandbox:
+        """A sandbox, running or paused, whoever owns it. Raises `SandboxDied` or `NotFound`."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        return sandbox if sandbox is not None and sandbox.state.alive else self.find(sandbox_id)
+
     async def reach(self, sandbox_id: str) -> Sandbox:
         """`find` for a request to a sandbox, which resumes one that traffic resumes.
 
         Raises what `find` and `Pausing.reach` raise."""
-        sandbox = self._sandboxes.get(sandbox_id)
-        if sandbox is not None and sandbox.state.alive:
-            await self.pausing.reach(sandbox)
+        await self.pausing.reach(self.look(sandbox_id))
         return self.find(sandbox_id)
 
     def get(self, tenant: str, sandbox_id: str) -> Sandbox:
         """A sandbox of this tenant, running or paused. Raises `SandboxDied` or `NotFound`."""
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is not None and sandbox.tenant == tenant:
-            return sandbox if sandbox.state.alive else self.find(sandbox_id)
+            return self.look(sandbox_id)
         raise self.graveyard.get(sandbox_id, tenant) or NotFound(f"sandbox '{sandbox_id}' not found")
 
     def log(self, tenant: str, sandbox_id: str) -> SandboxLog:
@@ -303,6 +322,13 @@ class SandboxManager:
         self.arm(sandbox)
         await self.store.set_end(sandbox.id, end_at)
 
+    async def set_policy(self, sandbox: Sandbox, policy: TimeoutPolicy) -> None:
+        """Raises `Unsupported` for a pause that the runtime cannot."""
+        if policy.on_timeout is OnTimeout.PAUSE:
+            self.pausing.check(memory=policy.memory)
+        sandbox.policy = policy
+        await self.store.set_policy(sandbox.id, policy.on_timeout.value, policy.memory, policy.auto_resume)
+
     def reserve(self, template: TemplateView, count: int) -> None:
         """Make up to `count` sandboxes ahead for a burst of creates that is coming."""
         self.pool.reserve(self.shelf(template), count)
@@ -385,6 +411,9 @@ class SandboxManager:
     async def _promise(self, sandbox: Sandbox) -> None:
         """Record a sandbox that was made, and keep it; where that fails nothing is left of it."""
         try:
+            await self.permit(sandbox)
+            if sandbox.start:
+                await tell_environment(sandbox.instance, sandbox.envs)
             await self.extension.started(sandbox, fresh=True)
             await self.store.add_sandbox(sandbox.record(self.runtime.name))
             self._check_lease(sandbox.tenant, sandbox.lease_id)  # it may have expired meanwhile
@@ -417,6 +446,12 @@ class SandboxManager:
             start=StartCommand(template.start_cmd, template.ready_cmd),
             policy=request.policy,
         )
+
+    async def _permit_again(self, sandbox: Sandbox) -> None:
+        try:
+            await self.permit(sandbox)
+        except SandyardError as error:  # it lives on, and reaches nothing
+            log.error("sandbox has no network any more", sandbox=sandbox.id, error=str(error))
 
     async def _undo(self, sandbox: Sandbox) -> None:
         self._sandboxes[sandbox.id] = sandbox

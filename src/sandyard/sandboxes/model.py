@@ -138,6 +138,11 @@ class Sandbox:
     def agent(self) -> Agent:
         return self.instance.agent
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether it counts as paused to those who know of running and paused only."""
+        return self.state in (State.PAUSED, State.RESUMING)
+
     def touch(self) -> None:
         self.last_used = time.monotonic()
 

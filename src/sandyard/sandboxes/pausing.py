@@ -190,6 +190,7 @@ class Pausing:
             await manager.make_room(sandbox.resources)
             sandbox.placed = True
         self._take(sandbox, await manager.runtime.boot(sandbox.instance.spec))
+        await manager.permit(sandbox)
         await manager.starter.run(sandbox.instance, sandbox.start, sandbox.log)
 
     def _take(self, sandbox: Sandbox, instance: Instance) -> None:

@@ -79,9 +79,11 @@ class AgentEnvProxy:
             raise _Refused(400, "header x-agentenv-target-port is missing or no port number")
         name = sandbox_id.decode("latin-1")
         try:
-            sandbox = self._manager.find(name)
+            sandbox = self._manager.look(name)
         except (NotFound, SandboxDied) as error:
             raise _Refused(404, str(error)) from error
+        if sandbox.is_paused and not sandbox.policy.auto_resume:
+            raise _Refused(410, f"sandbox '{name}' is paused")
         token = headers.get(b"x-access-token", b"")
         path = scope["path"][len(PREFIX) :]
         if number == ENVD_PORT and path == "/health" and sandbox.secured and not self._tokens.fits(name, token):

@@ -19,9 +19,12 @@ from sandyard.server.control import (
     health,
     leases,
     logs,
+    network,
     nodes,
     openapi,
+    pausing,
     sandboxes,
+    snapshots,
     teams,
     templates,
 )
@@ -35,7 +38,23 @@ from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
 BODY_LIMIT = 1 << 20
-ROUTERS = [module.router for module in (sandboxes, builds, templates, leases, logs, teams, nodes, agentenv, health)]
+ROUTERS = [
+    module.router
+    for module in (
+        sandboxes,
+        network,
+        pausing,
+        snapshots,
+        builds,
+        templates,
+        leases,
+        logs,
+        teams,
+        nodes,
+        agentenv,
+        health,
+    )
+]
 
 
 class Application:

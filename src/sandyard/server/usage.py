@@ -13,7 +13,7 @@ import structlog
 
 from sandyard.errors import SandboxDied, SandyardError
 from sandyard.runtimes.base import Usage
-from sandyard.sandboxes import Sandbox, SandboxManager
+from sandyard.sandboxes import Sandbox, SandboxManager, State
 
 log = structlog.get_logger("sandyard.usage")
 
@@ -65,8 +65,9 @@ class UsageHistory:
         return sample
 
     async def between(self, sandbox: Sandbox, start: float | None, end: float | None) -> Sequence[Sample]:
-        """Samples within a window (seconds since the epoch), oldest first."""
-        await self.now(sandbox)
+        """Samples within a window (seconds since the epoch), oldest first. While paused none is added."""
+        if sandbox.state is State.RUNNING:
+            await self.now(sandbox)
         low, high = start if start is not None else 0.0, end if end is not None else float("inf")
         return [sample for sample in self._samples.get(sandbox.id, ()) if low <= sample.at <= high]
 

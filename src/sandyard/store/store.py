@@ -38,6 +38,9 @@ class Store:
     async def set_end(self, sandbox_id: str, end_at: float) -> None:
         await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(end_at=end_at))
 
+    async def set_network(self, sandbox_id: str, network: Mapping[str, Any]) -> None:
+        await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(network=dict(network)))
+
     async def set_paused(self, sandbox_id: str, at: float, mode: str) -> None:
         values = {"state": PAUSED, "paused_at": at, "pause_mode": mode}
         await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(values))
@@ -45,6 +48,10 @@ class Store:
     async def set_running(self, sandbox_id: str, end_at: float) -> None:
         """It was paused, and lives until `end_at` now."""
         values = {"state": RUNNING, "paused_at": None, "pause_mode": None, "end_at": end_at}
+        await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(values))
+
+    async def set_policy(self, sandbox_id: str, on_timeout: str, memory: bool, auto_resume: bool) -> None:
+        values = {"on_timeout": on_timeout, "pause_memory": memory, "auto_resume": auto_resume}
         await self._execute(sandboxes.update().where(sandboxes.c.id == sandbox_id).values(values))
 
     async def set_extension(self, sandbox_id: str, extension: Mapping[str, Any]) -> None:

@@ -69,8 +69,6 @@ def parse_query(
 def page(sandboxes: Sequence[Sandbox], query: ListQuery) -> tuple[list[Sandbox], str | None]:
     """The wanted page and the token of the next one. Keyset on (startedAt, id): a sandbox that dies
     between two pages shifts nothing."""
-    if "running" not in query.states:
-        return [], None
     found = [s for s in sandboxes if _fits(s, query)]
     found.sort(key=_key, reverse=query.descending)
     if query.after is not None:
@@ -88,6 +86,8 @@ def _key(sandbox: Sandbox) -> tuple[float, str]:
 
 
 def _fits(sandbox: Sandbox, query: ListQuery) -> bool:
+    if ("paused" if sandbox.is_paused else "running") not in query.states:
+        return False
     # Callers saw the start in whole microseconds.
     if query.started_after is not None and round(sandbox.started_at, 6) < query.started_after:
         return False

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from sandyard.runtimes.base import Resources
-from sandyard.sandboxes import Sandbox, TemplateView
+from sandyard.sandboxes import Sandbox, Snapshot, TemplateView
 from sandyard.server.usage import MIB, Sample
 
 ENVD_VERSION = "0.6.13"  # the envd whose features are offered
@@ -34,6 +34,10 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="ignore")  # newer clients send fields that older servers do not know
 
 
+class AutoResume(_Request):
+    enabled: bool = False
+
+
 class NewSandbox(_Request):
     templateID: str = Field(min_length=1, description="Name or id of a template.")
     timeout: Seconds | None = Field(default=None, description="Lifetime in seconds; more than 0.")
@@ -45,7 +49,8 @@ class NewSandbox(_Request):
     envVars: dict[Text, Text] = Field(default_factory=dict)
     secure: bool = False
     autoPause: bool = False
-    autoResume: dict[str, Any] | None = None
+    autoPauseMemory: bool = Field(default=True, description="Whether the pause at its end keeps the memory.")
+    autoResume: AutoResume | None = None
     allow_internet_access: bool | None = None
     network: dict[str, Any] | None = None
     mcp: dict[str, Any] | None = None
@@ -55,6 +60,26 @@ class NewSandbox(_Request):
 
 class ConnectSandbox(_Request):
     timeout: Seconds | None = None
+    memory: bool = Field(default=True, description="false: a paused sandbox boots from its files.")
+
+
+class ResumeSandbox(ConnectSandbox):
+    autoPause: bool | None = Field(default=None, description="Replaces what was said at create.")
+
+
+class PauseSandbox(_Request):
+    memory: bool = Field(default=True, description="false: only the files are kept, and a resume boots.")
+    requireHealthyGuest: bool = Field(default=False, description="Refuse while the sandbox does not answer.")
+
+
+class ForkSandbox(_Request):
+    timeout: Seconds | None = None
+    count: int = Field(default=1, ge=1, le=100)
+
+
+class NewSnapshot(_Request):
+    name: Text | None = Field(default=None, max_length=256, description="`name` or `name:tag`.")
+    memory: bool = Field(default=False, description="true: refused where the runtime keeps files only.")
 
 
 class SetTimeout(_Request):
@@ -135,6 +160,7 @@ class ListedSandbox(BaseModel):
             "cpuCount": cpu_count(sandbox.resources),
             "memoryMB": sandbox.resources.memory_mb,
             "diskSizeMB": sandbox.resources.disk_mb,
+            "state": "paused" if sandbox.is_paused else "running",
             "metadata": dict(sandbox.metadata),
         }
 
@@ -143,11 +169,17 @@ class Lifecycle(BaseModel):
     autoResume: bool = False
     onTimeout: str = "kill"
 
+    @classmethod
+    def of(cls, sandbox: Sandbox) -> Lifecycle:
+        return cls(autoResume=sandbox.policy.auto_resume, onTimeout=sandbox.policy.on_timeout.value)
+
 
 class SandboxDetail(ListedSandbox):
     envdAccessToken: str | None = None
     domain: str | None = None
     lifecycle: Lifecycle = Field(default_factory=Lifecycle)
+    pauseMode: str | None = Field(default=None, description="What a paused sandbox keeps: full or filesystem.")
+    network: dict[str, Any] = Field(default_factory=dict)
     allowInternetAccess: bool = False
     reason: str | None = None
 
@@ -178,6 +210,48 @@ class SandboxMetric(BaseModel):
             diskUsed=sample.usage.disk_bytes,
             diskTotal=resources.disk_mb * MIB,
         )
+
+
+class ErrorBody(BaseModel):
+    code: int
+    message: str
+    error_code: str | None = None
+
+
+class SnapshotView(BaseModel):
+    """`memory`: whether the memory is part of it; without it processes start anew."""
+
+    snapshotID: str
+    names: list[str]
+    memory: bool = False
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> SnapshotView:
+        return cls(snapshotID=snapshot.id, names=list(snapshot.names))
+
+
+class SnapshotDetail(SnapshotView):
+    """Sizes in bytes where they do not say otherwise; `sizeBytes` is what this snapshot alone takes."""
+
+    sandboxID: str
+    templateID: str
+    buildID: str
+    cpuCount: int
+    memoryMB: int
+    diskSizeMB: int
+    sizeBytes: int
+    layers: int
+    imageRef: str
+    createdAt: datetime
+    updatedAt: datetime
+
+
+class ForkResult(BaseModel):
+    """Exactly one of the two is there. `memory`: whether the child has the memory of the one it was made from."""
+
+    sandbox: SandboxView | None = None
+    error: ErrorBody | None = None
+    memory: bool = False
 
 
 class TemplateInfo(BaseModel):
@@ -229,12 +303,6 @@ class Capacity(BaseModel):
 
 class Swept(BaseModel):
     sandboxIDs: list[str]
-
-
-class ErrorBody(BaseModel):
-    code: int
-    message: str
-    error_code: str | None = None
 
 
 def cpu_count(resources: Resources) -> int:

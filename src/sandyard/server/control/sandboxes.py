@@ -10,19 +10,19 @@ from fastapi import APIRouter, Header, Query, Response
 from sandyard.errors import BadRequest, DeathReason, SandboxDied, SandyardError, Unsupported
 from sandyard.runtimes.base import Resources
 from sandyard.sandboxes import CreateRequest, Sandbox
+from sandyard.sandboxes.model import OnTimeout, TimeoutPolicy
 from sandyard.server.control.context import Context, Here, Tenant
 from sandyard.server.control.hooks import checked_params
 from sandyard.server.control.listing import page, parse_metadata, parse_query
 from sandyard.server.control.models import (
-    ConnectSandbox,
+    Lifecycle,
     ListedSandbox,
     NewSandbox,
-    Refresh,
     SandboxDetail,
     SandboxMetric,
     SandboxView,
-    SetTimeout,
 )
+from sandyard.server.control.network import checked_network, internet_access, shown_network
 from sandyard.server.ingress import Ingress
 
 LEASE_KEY = "sandyard.lease"
@@ -45,16 +45,6 @@ async def create_v2(body: NewSandbox, here: Here, tenant: Tenant, idempotency_ke
     return await start(body, here, tenant, idempotency_key, secured=True)
 
 
-@router.post("/sandboxes/{sandbox_id}/connect")
-@router.post("/v2/sandboxes/{sandbox_id}/connect")
-async def connect(sandbox_id: str, here: Here, tenant: Tenant, body: ConnectSandbox | None = None) -> SandboxView:
-    """Find a running sandbox and let it live at least `timeout` seconds from now."""
-    sandbox = here.manager.get(tenant, sandbox_id)
-    timeout = body.timeout if body is not None and body.timeout is not None else here.manager.settings.sandbox.timeout
-    await here.manager.set_timeout(sandbox, timeout, only_extend=True)
-    return _view(here, sandbox)
-
-
 @router.get("/v2/sandboxes")
 async def list_v2(
     here: Here,
@@ -69,9 +59,9 @@ async def list_v2(
     nextToken: str | None = None,
 ) -> list[ListedSandbox]:
     """One page of sandboxes; `X-Next-Token` leads to the next."""
-    running = here.manager.all(tenant)
-    found, token = page(running, parse_query(metadata, state, order, startedAfter, template, limit, nextToken))
-    response.headers["X-Total-Running"] = str(len(running))
+    everyone = here.manager.everyone(tenant)
+    found, token = page(everyone, parse_query(metadata, state, order, startedAfter, template, limit, nextToken))
+    response.headers["X-Total-Running"] = str(sum(not sandbox.is_paused for sandbox in everyone))
     if token is not None:
         response.headers["X-Next-Token"] = token
     return [ListedSandbox(**ListedSandbox.fields_of(sandbox)) for sandbox in found]
@@ -81,7 +71,7 @@ async def list_v2(
 async def list_v1(here: Here, tenant: Tenant, metadata: str | None = None) -> list[ListedSandbox]:
     """All running sandboxes, the newest first."""
     wanted = parse_metadata(metadata).items()
-    found = [s for s in here.manager.all(tenant) if wanted <= dict(s.metadata).items()]
+    found = [s for s in here.manager.everyone(tenant) if not s.is_paused and wanted <= dict(s.metadata).items()]
     found.sort(key=lambda s: (s.started_at, s.id), reverse=True)
     return [ListedSandbox(**ListedSandbox.fields_of(sandbox)) for sandbox in found]
 
@@ -101,11 +91,19 @@ async def metrics_of_many(here: Here, tenant: Tenant, sandbox_ids: str) -> dict[
 
 @router.get("/sandboxes/{sandbox_id}")
 async def info(sandbox_id: str, here: Here, tenant: Tenant) -> SandboxDetail:
-    """A running sandbox. For one that died lately: 404 with its reason in `error_code`."""
+    """A sandbox, running or paused. For one that died lately: 404 with its reason in `error_code`."""
     sandbox = here.manager.get(tenant, sandbox_id)
     token = here.tokens.of(sandbox.id) if sandbox.secured else None
     domain = here.manager.settings.server.domain
-    return SandboxDetail(**ListedSandbox.fields_of(sandbox), envdAccessToken=token, domain=domain)
+    return SandboxDetail(
+        **ListedSandbox.fields_of(sandbox),
+        envdAccessToken=token,
+        domain=domain,
+        lifecycle=Lifecycle.of(sandbox),
+        network=shown_network(sandbox.network),
+        allowInternetAccess=internet_access(sandbox.network, here.manager.settings.network),
+        pauseMode=sandbox.pause_mode.value if sandbox.pause_mode is not None else None,
+    )
 
 
 @router.delete("/sandboxes/{sandbox_id}", status_code=204)
@@ -113,21 +111,6 @@ async def kill(sandbox_id: str, here: Here, tenant: Tenant) -> None:
     """Destroy a sandbox; answers when nothing is left of it."""
     sandbox = here.manager.get(tenant, sandbox_id)
     await here.manager.kill(sandbox.id, DeathReason.KILLED, "killed by its owner")
-
-
-@router.post("/sandboxes/{sandbox_id}/timeout", status_code=204)
-async def set_timeout(sandbox_id: str, body: SetTimeout, here: Here, tenant: Tenant) -> None:
-    """Set the lifetime from now on; 0 or less ends it now."""
-    await here.manager.set_timeout(here.manager.get(tenant, sandbox_id), body.timeout)
-
-
-@router.post("/sandboxes/{sandbox_id}/refreshes", status_code=204)
-async def refresh(sandbox_id: str, here: Here, tenant: Tenant, body: Refresh | None = None) -> None:
-    """Let the sandbox live at least `duration` seconds from now (default: the default lifetime)."""
-    sandbox = here.manager.get(tenant, sandbox_id)
-    duration = body.duration if body is not None and body.duration is not None else None
-    seconds = here.manager.settings.sandbox.timeout if duration is None else duration
-    await here.manager.set_timeout(sandbox, seconds, only_extend=True)
 
 
 @router.get("/sandboxes/{sandbox_id}/metrics")
@@ -138,19 +121,6 @@ async def metrics(
     sandbox = here.manager.get(tenant, sandbox_id)
     samples = await here.usage.between(sandbox, start, end)
     return [SandboxMetric.of(sample, sandbox.resources) for sample in samples]
-
-
-@router.post("/sandboxes/{sandbox_id}/pause")
-@router.post("/sandboxes/{sandbox_id}/resume")
-@router.post("/sandboxes/{sandbox_id}/fork")
-@router.post("/sandboxes/{sandbox_id}/snapshots")
-@router.put("/sandboxes/{sandbox_id}/network")
-async def unsupported(sandbox_id: str, here: Here, tenant: Tenant) -> None:
-    """Not offered by this runtime; nothing happens to the sandbox."""
-    here.manager.get(tenant, sandbox_id)
-    raise Unsupported(
-        f"runtime {here.manager.runtime.name} cannot pause, resume, fork, snapshot or change the network of a sandbox"
-    )
 
 
 async def start(
@@ -164,17 +134,19 @@ async def start(
     except SandyardError as error:
         here.metrics.refused(404 if isinstance(error, SandboxDied) else error.http_status)
         raise
-    return _view(here, sandbox)
+    return view_of(here, sandbox)
 
 
 def _request(body: NewSandbox, here: Context, tenant: str, secured: bool) -> CreateRequest:
     timeout = here.manager.settings.sandbox.timeout if body.timeout is None else float(body.timeout)
     if timeout <= 0:
         raise BadRequest(f"timeout: {body.timeout} is not more than 0 seconds", field="timeout")
-    for name, value in (("autoPause", body.autoPause), ("mcp", body.mcp), ("volumeMounts", body.volumeMounts)):
-        if value:
-            raise Unsupported(f"{name}: not supported by runtime {here.manager.runtime.name}")
+    if body.volumeMounts:
+        raise Unsupported(f"volumeMounts: not supported by runtime {here.manager.runtime.name}")
     idle = body.metadata.get(IDLE_KEY)
+    network = checked_network(
+        body.network, body.allow_internet_access, secured=secured, settings=here.manager.settings.network
+    )
     return CreateRequest(
         tenant=tenant,
         template=body.templateID,
@@ -184,8 +156,25 @@ def _request(body: NewSandbox, here: Context, tenant: str, secured: bool) -> Cre
         secured=secured,
         lease_id=body.metadata.get(LEASE_KEY),
         idle_timeout=_idle(idle) if idle is not None else None,
+        network=network,
         extension=checked_params(body.customExtensionParams, here.hooks),
+        policy=_policy(body),
     )
+
+
+def _policy(body: NewSandbox) -> TimeoutPolicy:
+    """Raises `BadRequest` for a combination that E2B refuses too."""
+    resumes = body.autoResume is not None and body.autoResume.enabled
+    if not body.autoPauseMemory and not body.autoPause:
+        raise BadRequest("autoPauseMemory: false needs autoPause: true", field="autoPauseMemory")
+    if not body.autoPauseMemory and resumes:
+        raise BadRequest(
+            "autoPauseMemory: false cannot be combined with autoResume: what is paused with its files only is resumed "
+            "by connect, not by traffic",
+            field="autoResume",
+        )
+    on_timeout = OnTimeout.PAUSE if body.autoPause else OnTimeout.KILL
+    return TimeoutPolicy(on_timeout, body.autoPauseMemory, resumes)
 
 
 def _idle(value: str) -> float:
@@ -198,7 +187,7 @@ def _idle(value: str) -> float:
     return seconds
 
 
-def _view(here: Context, sandbox: Sandbox) -> SandboxView:
+def view_of(here: Context, sandbox: Sandbox) -> SandboxView:
     token = here.tokens.of(sandbox.id) if sandbox.secured else None
     view = SandboxView.of(sandbox, token, here.manager.settings.server.domain)
     if not Ingress.of(sandbox.network).public:
