@@ -125,6 +125,38 @@ def test_an_archive_is_checked_to_its_end(tmp_path: Path) -> None:
         check_archive(tmp_path / "none", 6000)
 
 
+def raw_header(kind: bytes, size: int, name: str = "h") -> bytes:
+    member = tarfile.TarInfo(name)
+    member.type, member.size = kind, size
+    return member.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XGLTYPE])
+def test_headers_that_would_fill_the_memory_are_refused(tmp_path: Path, kind: bytes) -> None:
+    (tmp_path / "a").write_bytes(raw_header(kind, 1 << 33) + bytes(4096))
+    with pytest.raises(BadRequest, match="a header of 8589934592 bytes"):
+        list(pick(tmp_path / "a", ""))
+
+
+def test_headers_without_end_are_refused(tmp_path: Path) -> None:
+    filler = b"".join(raw_header(tarfile.XGLTYPE, 500_000) + bytes(500_224) for _ in range(20))
+    (tmp_path / "a").write_bytes(filler + raw_header(tarfile.REGTYPE, 0) + bytes(1024))
+    with pytest.raises(BadRequest, match=r"cannot be read|without end"):
+        list(pick(tmp_path / "a", ""))
+
+
+def test_sparse_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(raw_header(tarfile.GNUTYPE_SPARSE, 0) + bytes(1024))
+    with pytest.raises(BadRequest, match="sparse"):
+        list(pick(tmp_path / "a", ""))
+    with tarfile.open(tmp_path / "b", "w", format=tarfile.PAX_FORMAT) as tar:
+        member = tarfile.TarInfo("f")
+        member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "9"}
+        tar.addfile(member)
+    with pytest.raises(BadRequest, match="sparse"):
+        list(pick(tmp_path / "b", ""))
+
+
 def test_what_is_sent_on_is_a_tar_with_other_names_and_owners(tmp_path: Path) -> None:
     long = "n" * 150 + "é"
     archive = pack(tmp_path / "a", ("d", None), (f"d/{long}", b"12345"), links=(("d/s", "/etc/x", tarfile.SYMTYPE),))

@@ -123,8 +123,10 @@ async def _has_sudo(agent: Agent) -> bool:
 async def _lines(agent: Agent, path: str) -> list[str]:
     data = b""
     try:
-        async for chunk in agent.read_file(path, 0, _FILE_LIMIT):
+        async for chunk in agent.read_file(path):
             data += chunk
+            if len(data) > _FILE_LIMIT:
+                raise GuestError(GuestErrorCode.TOO_BIG, f"{path} passes {_FILE_LIMIT} bytes")
     except GuestError as error:
         if error.code is not GuestErrorCode.NOT_FOUND:
             raise

@@ -10,6 +10,7 @@ import tarfile
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +19,15 @@ from sandyard.errors import BadRequest
 MAX_ENTRIES = 1_000_000
 _BLOCK = 512
 _CHUNK = 1 << 20
+_HEADER_LIMIT = 1 << 20
+_PER_ENTRY = 64 << 10  # what headers may take on average
+_LONG = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
 _MAGIC = ("*", "?", "[", "{")
 
 
@@ -28,6 +38,21 @@ class Picked:
     name: str
     member: tarfile.TarInfo
     content: IO[bytes] | None  # of a regular file; to be read before the next entry is asked for
+
+
+class _Entry(tarfile.TarInfo):
+    """One whose headers fit in memory, whatever a stranger wrote: `_proc_member` is there to be overridden."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _LONG and self.size > _HEADER_LIMIT:
+            raise tarfile.ReadError(f"a header of {self.size} bytes")
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise tarfile.ReadError("a sparse file: pack it without --sparse")
+        made: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc] # typeshed leaves it out
+        return made
+
+    def _proc_gnusparse_10(self, *_: object) -> None:
+        raise tarfile.ReadError("a sparse file: pack it without --sparse")
 
 
 def source_root(pattern: str) -> str:
@@ -44,11 +69,17 @@ def pick(archive: Path, root: str) -> Generator[Picked, None, None]:
     """Entries at or below `root`, in their order. Blocking.
 
     Raises `BadRequest` for an archive that cannot be read and for names that leave it."""
+    sizes = 0
     try:
-        with tarfile.open(archive, "r|*") as tar:
-            for number, member in enumerate(tar):
-                if number >= MAX_ENTRIES:
-                    raise BadRequest(f"the archive has more than {MAX_ENTRIES} entries")
+        with tarfile.open(archive, "r|*", tarinfo=_Entry) as tar:
+            for number in count():
+                member = tar.next()
+                if member is None:
+                    return
+                tar.members.clear()  # type: ignore[attr-defined] # it would hold every one of them
+                sizes += member.size
+                if number >= MAX_ENTRIES or tar.offset > _PER_ENTRY * (number + 1) + sizes:
+                    raise BadRequest(f"the archive has more than {MAX_ENTRIES} entries, or empty ones without end")
                 name = _below("/".join(_clean(member.name)), root)
                 if name is None or (not name and member.isdir()):
                     continue
@@ -102,7 +133,7 @@ def header(entry: Picked, name: str, owner: tuple[int, int], mode: int | None) -
     member = copy.copy(entry.member)
     member.name = name
     if member.isreg():
-        member.type = tarfile.REGTYPE  # a sparse one is read as what it stands for
+        member.type = tarfile.REGTYPE
     member.uid, member.gid = owner
     member.uname = member.gname = ""  # numbers count: names are the sandbox's business
     member.mtime = int(member.mtime)

@@ -70,6 +70,7 @@ class FileStore:
         finally:
             with suppress(FileNotFoundError):
                 part.unlink()
+        await self.collect()
         return size
 
     async def collect(self) -> None:
