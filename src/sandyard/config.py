@@ -167,6 +167,7 @@ class NetworkSettings(_Section):
 
     egress: Literal["off", "on"] = "off"
     denied: Blocks = []  # never reachable, beside private and special ranges: this node's own public networks, say
+    reachable: Blocks = []  # private, and yet not refused: a package mirror, say; a sandbox's policy still counts
     resolvers: Addresses = []  # where names are resolved; none: the host's resolv.conf
     subnet: IPv4Network = IPv4Network("10.200.0.0/30")  # inside of every sandbox: they never meet
     spare: int = Field(default=4, ge=0)  # network namespaces made ahead

@@ -31,6 +31,7 @@ MS_NOSUID_NODEV_NOEXEC_RDONLY = 2 | 4 | 8 | 1
 MS_BIND = 4096
 MNT_DETACH = 2
 TOOL_TIMEOUT = 20.0
+TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BACKLOG = 256
 
 _SYSCTLS = {
@@ -206,7 +207,7 @@ def _tool(command: list[str], text: str) -> None:
             capture_output=True,
             text=True,
             timeout=TOOL_TIMEOUT,
-            env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"},
+            env={"PATH": TOOL_PATH, "LC_ALL": "C"},
         )
     except FileNotFoundError:
         package = {"ip": "iproute2", "nft": "nftables"}[command[0]]

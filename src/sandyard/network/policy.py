@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network
 from typing import Any
 
+from sandyard.config import NetworkSettings
+
 EVERYWHERE = IPv4Network("0.0.0.0/0")
 
 # RFC 6890's special-purpose ranges, multicast and broadcast; 169.254.169.254 is the metadata address.
@@ -113,9 +115,18 @@ CLOSED = Policy(denied=(EVERYWHERE,))
 OPEN = Policy()
 
 
-def never_allowed(more: Iterable[IPv4Network]) -> tuple[IPv4Network, ...]:
-    """`NEVER` and what the node's operator adds (`network.denied`), without overlaps."""
-    return tuple(ipaddress.collapse_addresses([*NEVER, *more]))
+def never_allowed(settings: NetworkSettings) -> tuple[IPv4Network, ...]:
+    """`NEVER`, less what the node's operator lets through and more what is added; without overlaps."""
+    blocks = list(NEVER)
+    for spared in settings.reachable:
+        blocks = [part for block in blocks for part in _without(block, spared)]
+    return tuple(ipaddress.collapse_addresses([*blocks, *settings.denied]))
+
+
+def _without(block: IPv4Network, spared: IPv4Network) -> Iterable[IPv4Network]:
+    if not block.overlaps(spared):
+        return [block]
+    return block.address_exclude(spared) if spared.subnet_of(block) else []
 
 
 def _v4(blocks: Iterable[IPv4Network | ipaddress.IPv6Network | None]) -> tuple[IPv4Network, ...]:

@@ -63,7 +63,7 @@ class Slots:
 
     def __init__(self, settings: Settings, *, resolver: Resolver | None = None) -> None:
         network = settings.network
-        never = never_allowed(network.denied)
+        never = never_allowed(network)
         self._settings = network
         self._layout = Layout(settings.paths.run.absolute(), settings.paths.state.absolute())
         self._plan = Plan(network.subnet, never)

@@ -156,7 +156,7 @@ def _resolver(text: str, settings: NetworkSettings) -> str:
         address = ipaddress.IPv4Address(text)
     except ValueError:
         raise BadRequest(f"invalid DNS server {text}: not an IPv4 address", field="network.dnsServers") from None
-    if any(address in block for block in never_allowed(settings.denied)):
+    if any(address in block for block in never_allowed(settings)):
         raise BadRequest(f"invalid DNS server {text}: never reachable from a sandbox", field="network.dnsServers")
     return str(address)
 
