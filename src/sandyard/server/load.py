@@ -1,4 +1,4 @@
-"""How many sandboxes each tenant had when: the last hour, from when each began and ended."""
+"""How many sandboxes, running or paused, each tenant had when: the last hour, from when each began and ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LoadHistory:
 
     def _lives(self, tenant: str) -> Iterator[_Life]:
         yield from (life for life in self._past if life.tenant == tenant)
-        for sandbox in self._manager.all(tenant):
+        for sandbox in self._manager.everyone(tenant):
             yield _Life(tenant, sandbox.started_at, math.inf)
 
     def _died(self, sandbox: Sandbox, _death: SandboxDied) -> None:

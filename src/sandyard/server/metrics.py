@@ -33,7 +33,7 @@ class _Places(Collector):
         self._manager = manager
 
     def collect(self) -> Iterator[Metric]:
-        states = [sandbox.state for sandbox in self._manager.all()]
+        states = [sandbox.state for sandbox in self._manager.everyone()]
         figures = {
             "running": states.count(State.RUNNING),
             "paused": states.count(State.PAUSED),
@@ -60,7 +60,7 @@ class Metrics:
         manager.on_death.append(self._died)
 
     def counts(self) -> Counts:
-        sandboxes = self._manager.all()
+        sandboxes = self._manager.everyone()
         return Counts(
             running=[s for s in sandboxes if s.state is not State.PAUSED],
             paused=[s for s in sandboxes if s.state is State.PAUSED],

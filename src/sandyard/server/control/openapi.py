@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -16,12 +17,14 @@ _WORDS = {
     400: "A parameter or the body is wrong; the message names the field.",
     401: "No API key, more than one, or one that is not known.",
     403: "It belongs to the node or to another tenant, and can be used but not changed.",
+    403: "It may be used and not changed.",
     404: "It does not exist, or belongs to another tenant. For a sandbox that died lately `error_code` says why.",
     409: "The state does not allow it.",
     413: "The body is too large.",
     429: "There is no room; `Retry-After` says when to try again.",
     500: "The server, its disk or its runtime failed.",
     502: "The sandbox does not answer.",
+    503: "What runs inside the sandbox does not answer; nothing happened to it.",
 }
 
 
@@ -52,6 +55,7 @@ def _complete(schema: dict[str, Any]) -> None:
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             _summarize(operation)
+            _name_parts(path, operation)
             _fail(path, method, operation)
 
 
@@ -60,6 +64,15 @@ def _summarize(operation: dict[str, Any]) -> None:
     text = " ".join(operation.get("description", "").split())
     if text:
         operation["summary"] = text.partition(". ")[0].partition("; ")[0].partition(": ")[0].rstrip(".")
+
+
+def _name_parts(path: str, operation: dict[str, Any]) -> None:
+    """Parts of a path that the endpoint itself does not look at are parameters all the same."""
+    known = {parameter["name"] for parameter in operation.get("parameters", [])}
+    for name in re.findall(r"{(\w+)}", path):
+        if name not in known:
+            part = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            operation.setdefault("parameters", []).append(part)
 
 
 def _fail(path: str, method: str, operation: dict[str, Any]) -> None:
@@ -74,12 +87,14 @@ def _fail(path: str, method: str, operation: dict[str, Any]) -> None:
 def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
     body = "requestBody" in operation
     found: set[int] = set() if path in OPEN else {401, 500}
-    if body or operation.get("parameters"):
+    if body or operation.get("parameters") or method == "post":
         found.add(400)
     if body:
         found.add(413)
     if "{" in path or body:
         found.add(404)
+    if "{template" in path:
+        found.add(403)
     if "{" in path and "sandbox" in path:
         found.add(502)
     if method in ("post", "put", "patch", "delete") and path not in OPEN:

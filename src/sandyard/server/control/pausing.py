@@ -12,7 +12,15 @@ from sandyard.sandboxes import Sandbox
 from sandyard.sandboxes.model import OnTimeout
 from sandyard.server.control.context import Context, Here, Tenant
 from sandyard.server.control.failures import NEVER_AGAIN, answer
-from sandyard.server.control.models import ConnectSandbox, PauseSandbox, Refresh, ResumeSandbox, SandboxView, SetTimeout
+from sandyard.server.control.models import (
+    ConnectSandbox,
+    ErrorBody,
+    PauseSandbox,
+    Refresh,
+    ResumeSandbox,
+    SandboxView,
+    SetTimeout,
+)
 from sandyard.server.control.sandboxes import view_of
 
 HEALTHY_SECONDS = 2.0
@@ -21,13 +29,13 @@ UNRESPONSIVE = "sandbox_snapshot_guest_agent_unresponsive"
 router = APIRouter(tags=["sandboxes"])
 
 
-@router.post("/sandboxes/{sandbox_id}/pause", status_code=204)
+@router.post("/sandboxes/{sandbox_id}/pause", status_code=204, responses={503: {"model": ErrorBody}})
 async def pause(sandbox_id: str, here: Here, tenant: Tenant, body: PauseSandbox | None = None) -> Response:
     """Pause a sandbox: with its processes and memory, or (`memory: false`) with its files only. 409: it is paused."""
     sandbox = here.manager.get(tenant, sandbox_id)
     wanted = body or PauseSandbox()
     here.manager.pausing.check(memory=wanted.memory)
-    if wanted.requireHealthyGuest and not await _answers(sandbox):
+    if wanted.requireHealthyGuest and not sandbox.is_paused and not await _answers(sandbox):
         return answer(503, f"sandbox '{sandbox_id}' does not answer, and keeps running", UNRESPONSIVE, NEVER_AGAIN)
     await here.manager.pausing.pause(sandbox, memory=wanted.memory)
     return Response(status_code=204)
