@@ -17,7 +17,6 @@ _WORDS = {
     400: "A parameter or the body is wrong; the message names the field.",
     401: "No API key, more than one, or one that is not known.",
     403: "It belongs to the node or to another tenant, and can be used but not changed.",
-    403: "It may be used and not changed.",
     404: "It does not exist, or belongs to another tenant. For a sandbox that died lately `error_code` says why.",
     409: "The state does not allow it.",
     413: "The body is too large.",
@@ -93,15 +92,13 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
         found.add(413)
     if "{" in path or body:
         found.add(404)
-    if "{template" in path:
-        found.add(403)
     if "{" in path and "sandbox" in path:
         found.add(502)
     if method in ("post", "put", "patch", "delete") and path not in OPEN:
         found.add(409)
     if method == "post":
         found.add(429)
-    if "/templates" in path and (method != "get" or "{hash}" in path):
+    if "/templates" in path and (method != "get" or "{template" in path):
         found.add(403)
     return found
 
