@@ -63,5 +63,5 @@ def _drive(shop: Workshop, what: str, command: Sequence[str | Path], env: dict[s
     if code and not bad:
         bad = [("exit", f"code {code}; see {(shop.logs / name).relative_to(ROOT)}.log")]
         found.append(("FAIL", *bad[0]))
-    rows = [Row(PART, what, len(found) - len(bad), len(found), len(found))]
-    return rows + [Row(PART, f"  {check}", 0, 1, note=why[:120]) for check, why in bad]
+    left = [f"{check}{why}" for check, why in bad]
+    return [Row(PART, what, len(found) - len(bad), len(found), len(found), left=left)]

@@ -60,10 +60,10 @@ def _rows(offline: Outcomes, by_url: Outcomes, by_name: Outcomes) -> list[Row]:
     live = failing(offline)
     here, named = passing(by_url) & live, passing(by_name) & live
     skipped = f"{count(offline, 'skipped')} skipped by the suite"
-    rows = [
+    left = [f"{name}: {by_url[name].why.partition(chr(10))[0][:160]}" for name in sorted(live - here - named)]
+    return [
         Row(PART, "own suite, no server", count(offline, "passed"), len(offline) - len(live), note=skipped),
         Row(PART, "own suite, by URL", len(here), len(live), BAR),
         Row(PART, "own suite, by host name", len(named), len(live)),
-        Row(PART, "own suite, by either", len(here | named), len(live)),
+        Row(PART, "own suite, by either", len(here | named), len(live), left=left),
     ]
-    return rows + [Row(PART, f"  {name}", 0, 1, note="failed by either") for name in sorted(live - here - named)]

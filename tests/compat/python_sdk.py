@@ -6,7 +6,6 @@ to learn which those are. What remains passes with no server and says nothing ab
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from tests.compat.outcomes import Outcomes, count, failing, of_pytest, passing
@@ -75,21 +74,19 @@ def _offline_rows(offline: Outcomes) -> list[Row]:
 
 
 def _live_rows(live: set[str], outcomes: Outcomes, named: Outcomes) -> list[Row]:
-    registry = {n for n in failing(outcomes) if "registry" in outcomes[n].why}
-    other = sorted((failing(outcomes) & live) - registry)
-    broken = sorted(failing(outcomes) - live)
-    note = f"{len(registry & live)} need an image registry" if registry & live else ""
-    rows = [
-        Row(PART, "own suite, by URL", len(passing(outcomes) & live), len(live), len(live) - LEFT_OUT_MOST, note),
-        Row(PART, "own suite, by host name", len(passing(named) & live), len(set(named) & live), BY_HOST_NAME),
+    here, there = passing(outcomes) & live, passing(named) & live
+    registry = {name for name in failing(outcomes) & live if "registry" in outcomes[name].why}
+    note = f"{len(registry)} need an image registry" if registry else ""
+    # Some tests that need no server expect E2B_SANDBOX_URL to be unset: they say nothing about ours.
+    left = [f"{name}: {_first_line(outcomes[name].why)}" for name in sorted(failing(outcomes) & live - there)]
+    left_named = [f"{name}: {_first_line(named[name].why)}" for name in sorted(failing(named))]
+    bar = len(live) - LEFT_OUT_MOST
+    return [
+        Row(PART, "own suite, by URL", len(here), len(live), bar, note, left),
+        Row(PART, "own suite, by host name", len(there), len(set(named) & live), BY_HOST_NAME, left=left_named),
+        Row(PART, "own suite, by either", len(here | there), len(live)),
     ]
-    return rows + [_failure(name) for name in (*other, *sorted(failing(named)))] + list(_told(broken))
 
 
-def _failure(name: str) -> Row:
-    return Row(PART, f"  {name}", 0, 1, note="failed")
-
-
-def _told(names: Iterable[str]) -> Iterable[Row]:
-    for name in names:
-        yield Row(PART, f"  {name}", 0, 1, note="passes without a server: it expects E2B_SANDBOX_URL unset")
+def _first_line(why: str) -> str:
+    return why.partition("\n")[0][:160]

@@ -21,6 +21,7 @@ class Row:
     total: int
     bar: int | None = None
     note: str = ""
+    left: Sequence[str] = ()  # what did not pass, one line each
 
     @property
     def kept(self) -> bool:
@@ -40,3 +41,8 @@ def show(rows: Sequence[Row]) -> None:
         bar = "" if row.bar is None else str(row.bar)
         table.add_row(row.part, row.name, str(row.passed), str(row.total), bar, verdict, row.note)
     console.print(table)
+    for row in rows:
+        if row.left:
+            console.print(f"not passed of {row.part}, {row.name}:", style="bold", markup=False)
+        for line in row.left:
+            console.print(f"  {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
