@@ -57,11 +57,11 @@ def test_private_ports_need_the_traffic_token_and_envd_does_not(
     assert box.bare.get("/envs", headers={"X-Access-Token": token}).status_code == 401
 
 
-def test_private_ports_are_private_to_websockets_too(server: LiveServer, box: Box) -> None:
+def test_private_ports_are_private_to_websockets_too(server: LiveServer, api: httpx.Client, box: Box) -> None:
     set_network(server, box, {"allowPublicTraffic": False})
     status, message = handshake(server, box, 8000)
     assert (status, "e2b-traffic-access-token is missing" in message) == (403, True)
-    token = server.app.data._tokens.traffic_of(box.id)
+    token = api.post(f"/sandboxes/{box.id}/connect", json={"timeout": 60}).json()["trafficAccessToken"]
     refused = handshake(server, box, 8000, {"e2b-traffic-access-token": token})
     assert refused == (502, "The sandbox is running but port is not open")
 
@@ -81,7 +81,7 @@ def handshake(server: LiveServer, box: Box, port: int, more: dict[str, str] | No
 
 def test_websockets_are_refused_as_requests_are(server: LiveServer, box: Box) -> None:
     assert handshake(server, box, 9999) == (502, "The sandbox is running but port is not open")
-    assert handshake(server, box, 49983) == (400, "no port that a WebSocket could go to")
+    assert handshake(server, box, 49983) == (400, "envd has no WebSocket")
     box.agent.ports[8000] = lambda _data: ANSWER
     assert handshake(server, box, 8000) == (502, "port 8000 did not open a WebSocket")
     box.id = "nobody"
