@@ -114,22 +114,30 @@ def test_contexts_keep_apart_what_they_know(interpreter: Interpreter, tmp_path: 
     assert one["id"] not in interpreter.http.get("/contexts").text
 
 
-def test_a_restart_forgets_and_tells_what_ran(interpreter: Interpreter) -> None:
+def test_a_restart_or_removal_tells_what_ran_and_what_waited(interpreter: Interpreter) -> None:
     context = interpreter.context()["id"]
     interpreter.run("x = 1", context_id=context)
-    errors: list[dict[str, Any]] = []
-    running = threading.Thread(
-        target=lambda: errors.append(interpreter.error("import time; time.sleep(60)", context_id=context))
-    )
-    running.start()
-    time.sleep(0.5)
-    assert interpreter.http.post(f"/contexts/{context}/restart").status_code == 200
-    running.join(10)
-    assert errors[0]["name"] == "ContextRestarting"
-    said = interpreter.run("x", context_id=context)
-    assert [item["type"] for item in said] == ["number_of_executions", "error"]
-    assert said[1]["name"] == "NameError"
-    interpreter.http.delete(f"/contexts/{context}")
+    for call, name in (("restart", "ContextRestarting"), ("remove", "ContextRemoved")):
+        errors: list[str] = []
+
+        def run(code: str, into: list[str] = errors) -> None:
+            into.append(interpreter.error(code, context_id=context)["name"])
+
+        threads = [threading.Thread(target=run, args=(code,)) for code in ("import time; time.sleep(60)", "1")]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.5)
+        if call == "restart":
+            assert interpreter.http.post(f"/contexts/{context}/restart").status_code == 200
+        else:
+            assert interpreter.http.delete(f"/contexts/{context}").status_code == 200
+        for thread in threads:
+            thread.join(10)
+        assert errors == [name, name]
+        if call == "restart":
+            said = interpreter.run("x", context_id=context)
+            assert [item["type"] for item in said] == ["number_of_executions", "error"]
+            assert said[1]["name"] == "NameError"
 
 
 @pytest.mark.parametrize(
@@ -246,7 +254,9 @@ def test_a_kernel_that_does_not_heed_interrupts_is_replaced(interpreter: Interpr
 
 def test_a_kernel_that_dies_says_so_and_is_replaced(interpreter: Interpreter) -> None:
     context = interpreter.context()["id"]
-    error = interpreter.error("print('x', flush=True); import os; os._exit(3)", context_id=context)
+    said = interpreter.run("import os\nprint('last words', flush=True)\nos._exit(3)", context_id=context)
+    assert [item["text"] for item in said if item["type"] == "stdout"] == ["last words\n"]
+    error = said[-1]
     assert error["name"] == "KernelDied"
     assert "ended with exit code 3" in error["value"]
     assert interpreter.text("1", context_id=context) == "1"

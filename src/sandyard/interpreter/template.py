@@ -39,7 +39,7 @@ PACKAGES = (
 HOME = "/opt/sandyard/interpreter"
 START = f"{HOME}/start"
 # Looks often: a sandbox should not wait for whoever asks now and then.
-READY = f"until curl --silent --fail --output /dev/null http://127.0.0.1:{PORT}/health; do sleep 0.02; done"
+READY = f"until curl --silent --fail --output /dev/null http://127.0.0.1:{PORT}/health; do sleep 0.05; done"
 
 _FORMAT = 1  # change when the making changes
 _WHEELS = "/opt/sandyard/wheels"
@@ -51,7 +51,7 @@ _START = f"""#!/bin/sh
 cd {HOME}
 while :; do
   python3 -m program
-  sleep 0.2
+  sleep 0.5
 done
 """
 # Debian's Python refuses to install beside its own packages; here, what is installed is the template's.

@@ -22,6 +22,7 @@ INTERRUPT_AGAIN = 2.0
 AT_MOST = 64  # contexts, each with a process of its own
 
 _RESTARTED = "Context was restarted"
+_REMOVED = "Context was removed"
 _LOST = "[the kernel of this context had ended ({}) and was started again: what it knew is gone]\n"
 
 
@@ -98,13 +99,17 @@ class Context:
 
     async def _have(self) -> Kernel:
         if self._closed:
-            raise KernelStuck("the context was removed")
+            raise KernelStuck(_REMOVED)
         if self._kernel is not None and self._kernel.dead.done():
             self._ended = self._ended or str(KernelDied(self._kernel.dead.result()))
             await self._drop()
         if self._kernel is None:
             self._told = given()
-            self._kernel = await Kernel.start(self._language, self.info.cwd, self._told)
+            kernel = await Kernel.start(self._language, self.info.cwd, self._told)
+            if self._closed:
+                await kernel.stop()
+                raise KernelStuck(_REMOVED)
+            self._kernel = kernel
         return self._kernel
 
     async def _tell(self, kernel: Kernel) -> None:
@@ -144,7 +149,8 @@ class Context:
 
     def _died(self, death: KernelDied, output: Output) -> None:
         if self._restarting:
-            output.error("ContextRestarting", _RESTARTED if not self._closed else "Context was removed", [])
+            name, value = ("ContextRemoved", _REMOVED) if self._closed else ("ContextRestarting", _RESTARTED)
+            output.error(name, value, [])
             return
         hint = "; the sandbox may have run out of memory" if death.status == -9 else ""
         lost = "it is started again with the next execution, and what it knew is gone"

@@ -24,6 +24,7 @@ START_SECONDS = 60.0
 START_TRIES = 3
 SILENT_SECONDS = 20.0
 QUIET_SECONDS = 2.0  # how long after its reply a kernel may still say what belongs to it
+LAST_WORDS_SECONDS = 0.2  # how long what a kernel said before its death may take to arrive
 KERNELS_FIRST = 300  # added to the kernel's badness, so that memory running out ends it, not the server
 
 Message = dict[str, Any]
@@ -83,7 +84,11 @@ class Kernel:
         listening = asyncio.ensure_future(self._listen(asked, asked, on_message))
         replying = asyncio.ensure_future(self._reply(asked))
         try:
-            await self._first(replying)
+            try:
+                await self._first(replying)
+            except KernelDied:
+                await asyncio.wait((listening,), timeout=LAST_WORDS_SECONDS)
+                raise
             with contextlib.suppress(TimeoutError):  # the last messages may have been lost in a flood
                 async with asyncio.timeout(QUIET_SECONDS):
                     await self._first(listening)

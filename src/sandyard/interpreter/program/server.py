@@ -20,6 +20,7 @@ from .output import Output
 log = logging.getLogger("sandyard.interpreter")
 
 KEEPALIVE_SECONDS = 5.0
+AGAIN_SECONDS = 1.0
 BODY_LIMIT = 64 << 20  # bytes of a request
 
 
@@ -36,14 +37,15 @@ class Service:
         self.trouble = "the default kernel is starting"
 
     async def warm_up(self) -> None:
-        """Start the default Python kernel."""
-        try:
-            await self.contexts.default().ready()
-        except (KernelDied, KernelStuck, OSError) as error:
-            self.trouble = f"the default kernel did not start: {error}"
-            log.error("%s", self.trouble)
-        else:
-            self.ready = True
+        """Start the default Python kernel, however often that takes."""
+        while not self.ready:
+            try:
+                await self.contexts.default().ready()
+                self.ready = True
+            except (KernelDied, KernelStuck, OSError) as error:
+                self.trouble = f"the default kernel did not start: {error}"
+                log.error("%s", self.trouble)
+                await asyncio.sleep(AGAIN_SECONDS)
 
 
 class Base(RequestHandler):
