@@ -512,6 +512,23 @@ def test_a_template_in_use_is_not_deleted(server: LiveServer, api: httpx.Client)
     assert not list((server.settings.paths.state / "builds").glob("*.log"))
 
 
+def test_a_snapshot_is_deleted_state_by_state(api: httpx.Client) -> None:
+    box = api.post("/v2/sandboxes", json={"templateID": "base"}).json()["sandboxID"]
+    url = f"/sandboxes/{box}/snapshots"
+    first, second, bare = (api.post(url, json=b).json()["snapshotID"] for b in ({"name": "s:a"}, {"name": "s:b"}, {}))
+    child = api.post("/v2/sandboxes", json={"templateID": first}).json()["sandboxID"]
+    assert api.delete(f"/templates/{first.replace(':', '%3A')}").status_code == 204
+    assert api.delete(f"/templates/ns%2F{first}").status_code == 404
+    assert {s["snapshotID"] for s in api.get("/snapshots").json()} == {second, bare}
+    assert api.get(f"/sandboxes/{child}").status_code == 200
+    assert api.delete(f"/templates/{second}").status_code == 204
+    assert api.delete(f"/templates/{second}").status_code == 404
+    assert api.delete(f"/templates/{bare}").status_code == 204
+    assert api.get("/snapshots").json() == []
+    build(api, "x:v1")
+    assert api.delete("/templates/x:v1").status_code == 400
+
+
 def test_deleting_ends_what_is_being_built(server: LiveServer, api: httpx.Client) -> None:
     made = register(api, "x")
     begin(api, made, steps=[{"type": "RUN", "args": ["sleep 60"]}])

@@ -265,6 +265,12 @@ class Catalog:
         for tag in tags:
             template.tags.pop(tag, None)
 
+    async def drop_build(self, template: Template, build_id: str) -> None:
+        """Forget a build and the tags that name it. Layers go with `collect`."""
+        await self._tables.drop_build(build_id)
+        template.builds.pop(build_id, None)
+        template.tags = {tag: named for tag, named in template.tags.items() if named[0] != build_id}
+
     async def delete(self, template: Template) -> None:
         """Forget a template with its builds and tags. Layers go with `collect`. Raises `BadRequest` for the node's."""
         if template.id not in self._templates:

@@ -47,6 +47,15 @@ class CatalogTables:
         gone = tags.delete().where(tags.c.template_id == template_id, tags.c.tag.in_(names))
         await self._run(lambda connection: _done(connection.execute(gone)))
 
+    async def drop_build(self, build_id: str) -> None:
+        """Tags that name it go with it."""
+
+        def work(connection: sa.Connection) -> None:
+            connection.execute(tags.delete().where(tags.c.build_id == build_id))
+            connection.execute(builds.delete().where(builds.c.id == build_id))
+
+        await self._run(work)
+
     async def drop_template(self, template_id: str) -> None:
         """Its builds and tags go with it."""
 

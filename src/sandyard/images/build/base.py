@@ -21,11 +21,13 @@ DEFAULT_USER = "user"
 
 
 class BuildFailed(ClientError):
-    """A build failed at `step`: "base", "finalize", or the number of a step, from 1."""
+    """A build failed at `step`: "base", "finalize", or the number of a step, from 1. `network_missed`: its
+    command said something that commands say where there is no network."""
 
     def __init__(self, step: str, message: str) -> None:
         super().__init__(message)
         self.step = step
+        self.network_missed = False
 
 
 class Level(StrEnum):

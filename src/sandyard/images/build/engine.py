@@ -125,6 +125,8 @@ class Engine:
         try:
             return await run_step(step, name, state, self._open, self._archives, self._log)
         except BuildFailed as error:
+            if error.network_missed and not self._workshop.has_network:
+                self._log("it looked for a network, and builds have none on this node", level=Level.WARN, step=name)
             if (why := await self._why_dead()) is not None:
                 raise BuildFailed(name, f"{error.message}; the sandbox died: {why}") from error
             raise

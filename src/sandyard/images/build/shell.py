@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest.base import Agent, Channel, ExitStatus, Process, ProcessSpec
-from sandyard.images.build.base import BuildFailed, Level, Log, State
+from sandyard.images.build.base import BuildFailed, Log, State
 
 LINE_LIMIT = 8192  # characters of one line of the log; the rest of a longer one is dropped
 _SHELLS = (("/bin/bash", "-l", "-c"), ("/bin/sh", "-c"))
@@ -55,9 +55,9 @@ async def run_shell(agent: Agent, command: str, state: State, user: str, log: Lo
         await end(process)
         raise
     if status != ExitStatus(code=0):
-        if lines.network_missed:
-            log("it looked for a network, and builds have none on this node", level=Level.WARN, step=step)
-        raise BuildFailed(step, f"failed to run command '{shown}': {describe(status)}")
+        failure = BuildFailed(step, f"failed to run command '{shown}': {describe(status)}")
+        failure.network_missed = lines.network_missed
+        raise failure
 
 
 def describe(status: ExitStatus) -> str:

@@ -139,8 +139,24 @@ class Builds:
             )
         await self.cancel(template)
         await self._catalog.delete(template)
-        await self._manager.pool.drop(template.builds)
-        for build_id in template.builds:
+        await self._forget(list(template.builds))
+
+    async def delete_tagged(self, snapshot: Template, tag: str) -> None:
+        """Delete one state of a snapshot, and the snapshot with its last. Raises `NotFound`."""
+        build = snapshot.build(tag)
+        if build is None:
+            raise NotFound(f"tag '{tag}' does not exist for snapshot '{snapshot.name}'")
+        if tag in snapshot.tags:
+            await self._catalog.drop_tags(snapshot, [tag])
+        if all(named != build.id for named, _ in snapshot.tags.values()):
+            await self._catalog.drop_build(snapshot, build.id)
+        if not snapshot.builds:
+            await self._catalog.delete(snapshot)
+        await self._forget([build.id] if build.id not in snapshot.builds else [])
+
+    async def _forget(self, build_ids: Sequence[str]) -> None:
+        await self._manager.pool.drop(build_ids)
+        for build_id in build_ids:
             self._logs.pop(build_id, None)
             await asyncio.to_thread(self._log_path(build_id).unlink, True)
         await self.collect()

@@ -12,6 +12,7 @@ import structlog
 from sandyard.errors import CapacityError, SandyardError
 from sandyard.guest.base import Agent
 from sandyard.images.build import Level, Log
+from sandyard.network.runtime import NetworkedRuntime, permit
 from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
 from sandyard.sandboxes import SandboxManager
 from sandyard.sandboxes.model import new_id
@@ -26,13 +27,12 @@ class SandboxWorkshop:
     """Context manager of one build. Layers it committed are safe from `Catalog.collect` until it ends:
     by then the build or the cache names them, or they are nobody's."""
 
-    has_network = False
-
     def __init__(self, manager: SandboxManager, resources: Resources, say: Log) -> None:
         self._manager = manager
         self._resources = resources
         self._say = say
         self._reserved = ExitStack()
+        self.has_network = isinstance(manager.runtime, NetworkedRuntime)
 
     def __enter__(self) -> SandboxWorkshop:
         return self
@@ -52,7 +52,13 @@ class SandboxWorkshop:
         except BaseException:
             self._manager.admission.release(self._resources)
             raise
-        return SandboxBench(self._manager, instance, self._reserved)
+        bench = SandboxBench(self._manager, instance, self._reserved)
+        try:
+            await permit(self._manager.runtime, sandbox_id, {})  # whatever the node lets anybody reach
+        except BaseException:
+            await bench.close()
+            raise
+        return bench
 
     async def _take_place(self) -> None:
         told = False
@@ -107,6 +113,6 @@ class SandboxBench:
             await self._manager.runtime.destroy(spec.sandbox_id)
         except SandyardError as error:
             log.error("sandbox of a build could not be destroyed", sandbox=spec.sandbox_id, error=str(error))
-            self._manager.straggle(spec.sandbox_id)
+            self._manager.reaper.straggle(spec.sandbox_id)
         finally:
             self._manager.admission.release(spec.resources)

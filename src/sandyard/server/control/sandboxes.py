@@ -89,7 +89,7 @@ async def metrics_of_many(here: Here, tenant: Tenant, sandbox_ids: str) -> dict[
     }
 
 
-@router.get("/sandboxes/{sandbox_id}")
+@router.get("/sandboxes/{sandbox_id}", response_model_exclude_none=True)
 async def info(sandbox_id: str, here: Here, tenant: Tenant) -> SandboxDetail:
     """A sandbox, running or paused. For one that died lately: 404 with its reason in `error_code`."""
     sandbox = here.manager.get(tenant, sandbox_id)

@@ -128,8 +128,19 @@ async def update(template_id: str, body: TemplateUpdate, here: Here, tenant: Ten
 
 @router.delete("/templates/{template_id:path}", status_code=204)
 async def delete(template_id: str, here: Here, tenant: Tenant) -> None:
-    """Delete a template or a snapshot, with its builds. Refused while sandboxes of a template live."""
-    await here.builds.delete(own_template(here, tenant, template_id))
+    """Delete a template with its builds, or a snapshot. Refused while sandboxes of a template live. A snapshot's
+    `name:tag` is that state of it alone."""
+    template = own_template(here, tenant, template_id)
+    tag = Reference.parse(template_id).tag
+    if tag is None:
+        await here.builds.delete(template)
+    elif template.kind == "snapshot":
+        await here.builds.delete_tagged(template, tag)
+    else:
+        raise BadRequest(
+            f"'{template_id}' is one build of a template",
+            remedy="DELETE /templates/tags removes tags",
+        )
 
 
 def _listed(here: Context, tenant: str) -> list[Template]:
