@@ -177,4 +177,4 @@ async def _undo(work: Sequence[asyncio.Task[Sandbox]], manager: SandboxManager) 
     await asyncio.wait(work)
     for task in work:
         if not task.cancelled() and task.exception() is None:
-            await manager.kill_quietly(task.result().id, "its fork was called off")
+            await manager.reaper.kill_quietly(task.result(), "its fork was called off")

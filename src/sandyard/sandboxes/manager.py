@@ -17,20 +17,20 @@ from sandyard.errors import (
     BadRequest,
     Conflict,
     DeathReason,
-    HostError,
     NotFound,
     SandboxDied,
-    SandboxError,
     SandyardError,
 )
-from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, SandboxSpec
+from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime
 from sandyard.sandboxes.admission import Admission
-from sandyard.sandboxes.catalog import Catalog
+from sandyard.sandboxes.catalog import Catalog, Template
 from sandyard.sandboxes.copying import KIND, Copying
+from sandyard.sandboxes.expiry import Expiry
 from sandyard.sandboxes.extension import Extension, NoExtension
 from sandyard.sandboxes.graveyard import Graveyard
 from sandyard.sandboxes.leases import Lease, Leases
-from sandyard.sandboxes.log import DeadLogs, Level, SandboxLog
+from sandyard.sandboxes.log import DeadLogs, SandboxLog
+from sandyard.sandboxes.making import Maker
 from sandyard.sandboxes.model import (
     CreateRequest,
     Defaults,
@@ -39,22 +39,19 @@ from sandyard.sandboxes.model import (
     Sandbox,
     State,
     TimeoutPolicy,
-    new_id,
 )
 from sandyard.sandboxes.pausing import Pausing
 from sandyard.sandboxes.pool import Shelf, WarmPool
+from sandyard.sandboxes.reaping import Reaper
 from sandyard.sandboxes.recovery import recover
 from sandyard.sandboxes.starting import StartCommand, Starter, tell_environment
-from sandyard.sandboxes.stragglers import Stragglers
 from sandyard.sandboxes.templates import TemplateSource, TemplateView
 from sandyard.sandboxes.timers import Timers
-from sandyard.store import DeathRecord, Store
+from sandyard.store import Store
 
 log = structlog.get_logger("sandyard.sandboxes")
 
-KILLS_AT_ONCE = 16
 COLLECT_SECONDS = 2.0  # between the death of a sandbox and a look for layers that only it needed
-DESTROY_SECONDS = 20.0
 HELLO_SECONDS = 2.0
 
 
@@ -81,11 +78,14 @@ class SandboxManager:
         self.catalog = Catalog(source, store.catalog, settings.paths.state.absolute() / "layers")
         self.admission = Admission(settings)
         self.timers = Timers()
+        self.expiry = Expiry(self.timers, settings.sandbox.max_paused, self._expire)
         self.graveyard = Graveyard(store)
         self.dead_logs = DeadLogs()
         self.leases = Leases(store, self.timers, self._lease_expired)
         self.starter = Starter(settings.sandbox.ready_timeout)
+        self.maker = Maker(self)
         self.pausing = Pausing(self)
+        self.reaper = Reaper(self)
         self.copying = Copying(self)
         # Half of what the runtime starts at once: a caller always finds the other half free.
         ahead = max(runtime.starts_at_once // 2, 1)
@@ -95,7 +95,7 @@ class SandboxManager:
             settings.pool,
             starter=self.starter,
             concurrency=ahead,
-            foreground=lambda: self._creating > 0,
+            foreground=lambda: self.maker.creating > 0,
         )
         self.on_create: list[Callable[[str, float], None]] = []  # ("warm" | "cold", seconds)
         self.on_death: list[Callable[[Sandbox, SandboxDied], None]] = []
@@ -104,14 +104,9 @@ class SandboxManager:
         self.extension: Extension = NoExtension()
         # Lets a sandbox that was made, booted or taken over reach what its `network` allows, and nothing else.
         self.permit: Callable[[Sandbox], Awaitable[None]] = _permit_nothing
-        self._stragglers = Stragglers(runtime)
-        self._kills_at_once = asyncio.Semaphore(KILLS_AT_ONCE)
         self._relinking = asyncio.Lock()
         self._sandboxes: dict[str, Sandbox] = {}
-        self._kills: dict[str, asyncio.Task[None]] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
-        self._creating = 0
 
     async def start(self) -> None:
         """Adopt what still lives, destroy everything else, then begin to warm the pool."""
@@ -124,7 +119,7 @@ class SandboxManager:
                 await self._permit_again(sandbox)
             self._keep(sandbox)
             sandbox.log.append("taken over after a restart of the server")
-        self._stragglers.start()
+        self.reaper.start()
         self.pool.start()
         with contextlib.suppress(NotFound):  # not set up yet
             base = self.catalog.get("base")
@@ -138,17 +133,17 @@ class SandboxManager:
         if not keep:
             await asyncio.gather(*(self._shut(sandbox) for sandbox in list(self._sandboxes.values())))
         await self.starter.stop()
-        for task in [*self._watches.values(), *self._background]:
+        await self.reaper.stop()
+        for task in list(self._background):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self._stragglers.stop()
         self.timers.clear()  # what the end of sandboxes has set
 
     @property
     def starting(self) -> int:
         """How many creates are waiting for the runtime now."""
-        return self._creating
+        return self.maker.creating
 
     def resources(self) -> Resources:
         sizes = self.settings.sandbox
@@ -164,16 +159,13 @@ class SandboxManager:
         found, build = self.catalog.resolve(request.template, request.tenant)
         template = self.catalog.view(found, build)
         self._check_lease(request.tenant, request.lease_id)
+        with self.maker.holding(template.rootfs):
+            return await self._create(request, found, template, started)
+
+    async def _create(self, request: CreateRequest, found: Template, template: TemplateView, started: float) -> Sandbox:
         resources = request.resources or template.resources or self.resources()
         shelf = self.pool.shelf(template, resources, keep=request.resources is None, passing=found.kind == KIND)
-        instance = self.pool.take(shelf)
-        kind = "cold" if instance is None else "warm"
-        if instance is None:
-            instance = await self._place(shelf)
-        if instance is None:
-            instance, lines = await self._make(template.rootfs, resources, shelf.start)
-        else:
-            lines = self.pool.log_of(instance)
+        instance, lines, kind = await self.maker.obtain(shelf)
         sandbox = self._new(request, template, resources, instance)
         sandbox.log = lines
         await self._promise(sandbox)
@@ -187,8 +179,8 @@ class SandboxManager:
 
         Raises `CapacityError`, `CreateFailed`, `HostError`."""
         started = time.monotonic()
-        await self.make_room(parent.resources)
-        instance, lines = await self._make(rootfs, parent.resources, parent.start)
+        await self.maker.make_room(parent.resources)
+        instance, lines = await self.maker.make(rootfs, parent.resources, parent.start)
         now = time.time()
         child = replace(
             parent,
@@ -265,23 +257,15 @@ class SandboxManager:
     def layers_in_use(self) -> set[Path]:
         """Layers that sandboxes stand on, warm ones too: not to be removed."""
         specs = [sandbox.instance.spec for sandbox in self._sandboxes.values()]
-        return {layer for spec in specs for layer in spec.rootfs.layers} | self.pool.layers
+        return {layer for spec in specs for layer in spec.rootfs.layers} | self.pool.layers | self.maker.layers
 
     async def kill(self, sandbox_id: str, reason: DeathReason, detail: str = "") -> None:
         """Destroy a sandbox, or wait for whoever already does. Unknown ids are no error.
 
         Raises what `Runtime.destroy` raises; the rest is retried in the background then."""
-        task = self._kills.get(sandbox_id)
-        if task is None:
-            sandbox = self._sandboxes.get(sandbox_id)
-            if sandbox is None:
-                return
-            # Set before the first await: from here on the data plane answers that it is dead.
-            sandbox.state = State.KILLING
-            sandbox.death = SandboxDied(sandbox_id, reason, detail)
-            task = self._kills[sandbox_id] = asyncio.create_task(self._kill(sandbox, sandbox.death))
-            task.add_done_callback(lambda _: self._kills.pop(sandbox_id, None))
-        await asyncio.shield(task)
+        sandbox = self._sandboxes.get(sandbox_id)
+        if sandbox is not None:
+            await self.reaper.kill(sandbox, reason, detail)
 
     async def relink(self, sandbox: Sandbox) -> None:
         """Get a new link to an agent whose link broke though the sandbox lives; kill it where that fails. One that
@@ -298,9 +282,9 @@ class SandboxManager:
 
     async def sweep(self, tenant: str, labels: Mapping[str, str]) -> Sequence[str]:
         """Kill every sandbox of this tenant that carries all of these labels; their ids."""
-        doomed = [s.id for s in self.everyone(tenant) if labels.items() <= dict(s.metadata).items()]
-        await self._kill_all(doomed, DeathReason.KILLED, "swept by label")
-        return doomed
+        doomed = [s for s in self.everyone(tenant) if labels.items() <= dict(s.metadata).items()]
+        await self.reaper.kill_all(doomed, DeathReason.KILLED, "swept by label")
+        return [s.id for s in doomed]
 
     async def drop_lease(self, lease: Lease) -> None:
         await self.leases.drop(lease, lambda ended: self._sweep_lease(ended, DeathReason.KILLED, "its lease was ended"))
@@ -319,7 +303,7 @@ class SandboxManager:
         if only_extend and end_at <= sandbox.end_at:
             return
         sandbox.end_at, sandbox.lifetime = end_at, seconds
-        self.arm(sandbox)
+        self.expiry.arm(sandbox)
         await self.store.set_end(sandbox.id, end_at)
 
     async def set_policy(self, sandbox: Sandbox, policy: TimeoutPolicy) -> None:
@@ -351,62 +335,10 @@ class SandboxManager:
             "reasonsIfZero": [why] if why is not None and free == 0 else [],
         }
 
-    def straggle(self, sandbox_id: str) -> None:
-        """Keep trying to destroy what no place was taken for."""
-        self._stragglers.add(sandbox_id, lambda: None)
-
     def retry_after(self) -> float:
         """Seconds until a place may come free: the next expiry, but not more than 5, as kills come unannounced."""
         ends = min((s.end_at for s in self.all()), default=0.0)
         return min(max(ends - time.time(), 1.0), 5.0)
-
-    async def _place(self, shelf: Shelf) -> Instance | None:
-        """Take a place, from the pool if need be; a sandbox comes with it if one is ready by then.
-
-        Raises `CapacityError`."""
-        resources = shelf.key.resources
-        while self.admission.shortage(resources) is not None:
-            if await self.pool.evict():
-                continue
-            if not await self.pool.next_ready():
-                break
-            instance = self.pool.grab(shelf)
-            if instance is not None:
-                return instance
-        self.admission.take(resources, self.retry_after())
-        return None
-
-    async def make_room(self, resources: Resources) -> None:
-        """Take a place; warm sandboxes give way. Raises `CapacityError`."""
-        while self.admission.shortage(resources) is not None and await self.pool.evict():
-            pass
-        self.admission.take(resources, self.retry_after())
-
-    async def _make(self, rootfs: Rootfs, resources: Resources, start: StartCommand) -> tuple[Instance, SandboxLog]:
-        """A sandbox that is ready, in a place that was taken; where this fails the place is given back."""
-        sandbox_id, lines = new_id(), SandboxLog()
-        self._creating += 1
-        try:
-            instance = await self.runtime.create(SandboxSpec(sandbox_id, rootfs, resources, sandbox_id))
-            try:
-                await self.starter.run(instance, start, lines)
-            except BaseException:
-                await asyncio.shield(self._discard(sandbox_id))
-                raise
-        except BaseException:
-            self.admission.release(resources)
-            raise
-        finally:
-            self._creating -= 1
-        return instance, lines
-
-    async def _discard(self, sandbox_id: str) -> None:
-        """Destroy what was promised to nobody."""
-        try:
-            await self.runtime.destroy(sandbox_id)
-        except SandyardError as error:
-            log.error("sandbox could not be destroyed", sandbox=sandbox_id, error=str(error))
-            self.straggle(sandbox_id)
 
     async def _promise(self, sandbox: Sandbox) -> None:
         """Record a sandbox that was made, and keep it; where that fails nothing is left of it."""
@@ -479,51 +411,20 @@ class SandboxManager:
 
     def _keep(self, sandbox: Sandbox) -> None:
         self._sandboxes[sandbox.id] = sandbox
-        self.watch(sandbox)
-        self.arm(sandbox)
+        self.reaper.watch(sandbox)
+        self.expiry.arm(sandbox)
 
-    def watch(self, sandbox: Sandbox) -> None:
-        """Notice its death from now on."""
-        self.unwatch(sandbox)
-        self._watches[sandbox.id] = asyncio.create_task(self._watch(sandbox))
-
-    def unwatch(self, sandbox: Sandbox) -> None:
-        watch = self._watches.pop(sandbox.id, None)
-        if watch is not None:
-            watch.cancel()
+    def forget(self, sandbox: Sandbox) -> None:
+        """It is no more."""
+        self._sandboxes.pop(sandbox.id, None)
+        if any(layer.parent == self.catalog.layers_home for layer in sandbox.instance.spec.rootfs.layers):
+            self.collect_soon()
 
     def unplace(self, sandbox: Sandbox) -> None:
         """Give its place back, if it has one."""
         if sandbox.placed:
             sandbox.placed = False
             self.admission.release(sandbox.resources)
-
-    def disarm(self, sandbox: Sandbox) -> None:
-        self.timers.cancel(f"end:{sandbox.id}")
-        self.timers.cancel(f"idle:{sandbox.id}")
-
-    def arm(self, sandbox: Sandbox) -> None:
-        """Set the timers that its state asks for."""
-        self.disarm(sandbox)
-        if sandbox.paused_at is not None:
-            longest = self.settings.sandbox.max_paused
-            end, detail = sandbox.paused_at + longest, f"paused for more than sandbox.max_paused, {longest:g} s"
-        else:
-            end, detail = sandbox.end_at, "its lifetime ended"
-            if sandbox.idle_timeout is not None:
-                self._arm_idle(sandbox, sandbox.idle_timeout)
-        self.timers.set(f"end:{sandbox.id}", end - time.time(), lambda: self._expire(sandbox, detail))
-
-    def _arm_idle(self, sandbox: Sandbox, idle_timeout: float) -> None:
-        def check() -> None:
-            left = sandbox.last_used + idle_timeout - time.monotonic()
-            if sandbox.streams or left > 0:
-                self._arm_idle(sandbox, idle_timeout)
-            else:
-                self._expire(sandbox, f"idle for {idle_timeout:g} s")
-
-        left = idle_timeout if sandbox.streams else sandbox.last_used + idle_timeout - time.monotonic()
-        self.timers.set(f"idle:{sandbox.id}", left, check)
 
     def _expire(self, sandbox: Sandbox, detail: str) -> None:
         self.later(self.pausing.expire(sandbox, detail))
@@ -535,27 +436,20 @@ class SandboxManager:
         )
 
     async def _sweep_lease(self, lease: Lease, reason: DeathReason, detail: str) -> None:
-        await self._kill_all([s.id for s in self.everyone() if s.lease_id == lease.id], reason, detail)
-
-    async def _kill_all(self, ids: Sequence[str], reason: DeathReason, detail: str) -> None:
-        await asyncio.gather(*(self.kill_quietly(i, detail, reason) for i in ids))
-
-    async def kill_quietly(self, sandbox_id: str, detail: str, reason: DeathReason = DeathReason.HOST) -> None:
-        """`kill` for those who could do nothing about its failure."""
-        # What could not be destroyed is logged by _kill and left to the stragglers.
-        with contextlib.suppress(SandyardError):
-            await self.kill(sandbox_id, reason, detail)
+        await self.reaper.kill_all([s for s in self.everyone() if s.lease_id == lease.id], reason, detail)
 
     async def _shut(self, sandbox: Sandbox) -> None:
         """The server stops."""
         await self.pausing.settle(sandbox)
         if sandbox.state is not State.PAUSED:
-            await self.kill_quietly(sandbox.id, "the server was stopped")
+            await self.reaper.kill_quietly(sandbox, "the server was stopped")
         elif sandbox.pause_mode is PauseMode.FULL:
             try:
                 await self.pausing.forget_memory(sandbox)
             except SandyardError as error:
-                await self.kill_quietly(sandbox.id, f"the server was stopped, and its files could not be kept: {error}")
+                await self.reaper.kill_quietly(
+                    sandbox, f"the server was stopped, and its files could not be kept: {error}"
+                )
 
     def collect_soon(self) -> None:
         """Look for layers that nothing needs any more, a moment from now."""
@@ -576,43 +470,3 @@ class SandboxManager:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background work failed", error=str(error))
-
-    async def _watch(self, sandbox: Sandbox) -> None:
-        death = await sandbox.instance.wait_dead()
-        self.later(self.kill(sandbox.id, death.reason, death.detail))
-
-    async def _kill(self, sandbox: Sandbox, death: SandboxDied) -> None:
-        self.disarm(sandbox)
-        for listener in self.on_death:
-            listener(sandbox, death)
-        try:
-            async with self._kills_at_once, asyncio.timeout(DESTROY_SECONDS):
-                await self.pausing.settle(sandbox)
-                await self.runtime.destroy(sandbox.id)
-        except (SandyardError, TimeoutError) as error:
-            log.error("sandbox could not be destroyed", sandbox=sandbox.id, error=str(error) or "timed out")
-            self._stragglers.add(sandbox.id, lambda: self.unplace(sandbox))
-            raise SandboxError(f"sandbox {sandbox.id} could not be destroyed: {error or 'timed out'}") from error
-        else:
-            self.unplace(sandbox)
-        finally:
-            sandbox.state = State.DEAD
-            self.extension.stopped(sandbox)
-            self.unwatch(sandbox)
-            if any(layer.parent == self.catalog.layers_home for layer in sandbox.instance.spec.rootfs.layers):
-                self.collect_soon()
-            self._sandboxes.pop(sandbox.id, None)
-            self._log_death(sandbox, death)
-            await self._bury(DeathRecord(sandbox.id, sandbox.tenant, death.reason, death.detail, time.time()))
-
-    def _log_death(self, sandbox: Sandbox, death: SandboxDied) -> None:
-        wanted = death.reason in (DeathReason.KILLED, DeathReason.TIMEOUT)
-        sandbox.log.append(str(death), Level.INFO if wanted else Level.ERROR, reason=death.reason.value)
-        self.dead_logs.keep(sandbox.id, sandbox.tenant, sandbox.log)
-
-    async def _bury(self, record: DeathRecord) -> None:
-        try:
-            await self.graveyard.bury(record)
-        except HostError as error:
-            # It is dead all the same, as was asked for; the next start finds that it does not live, and records it.
-            log.error("a death could not be recorded", sandbox=record.id, error=str(error))

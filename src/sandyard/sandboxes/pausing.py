@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -96,6 +95,8 @@ class Pausing:
 
     async def expire(self, sandbox: Sandbox, detail: str) -> None:
         """The sandbox's time is over: pause or kill it, as it was made."""
+        if sandbox.state in (State.PAUSING, State.RESUMING):
+            return  # the end of the move sets its timers anew
         if sandbox.state is State.RUNNING and sandbox.policy.on_timeout is OnTimeout.PAUSE:
             try:
                 await self.pause(sandbox, memory=sandbox.policy.memory, why=detail)
@@ -129,6 +130,7 @@ class Pausing:
     async def _pause(self, sandbox: Sandbox, memory: bool, why: str) -> None:
         manager = self._manager
         mode = PauseMode.FULL if memory else PauseMode.FILESYSTEM
+        manager.expiry.disarm(sandbox)
         began = time.monotonic()
         try:
             if memory:
@@ -143,7 +145,7 @@ class Pausing:
         if sandbox.state is not State.PAUSING:
             return  # it is being killed
         sandbox.state, sandbox.pause_mode = State.PAUSED, mode
-        manager.arm(sandbox)
+        manager.expiry.arm(sandbox)
         manager.extension.stopped(sandbox)
         kept = "with its memory" if memory else "with its files only"
         sandbox.log.append(f"paused {kept}: {why}", seconds=f"{time.monotonic() - began:.3f}")
@@ -172,14 +174,14 @@ class Pausing:
         sandbox.end_at, sandbox.lifetime = end_at, seconds
         sandbox.state, sandbox.paused_at, sandbox.pause_mode = State.RUNNING, None, None
         sandbox.touch()
-        manager.arm(sandbox)
+        manager.expiry.arm(sandbox)
         sandbox.log.append("booted" if booted else "resumed", seconds=f"{time.monotonic() - began:.3f}")
 
     async def _halt(self, sandbox: Sandbox) -> None:
         """End the processes and give the place back. Idempotent."""
         manager, spec = self._manager, sandbox.instance.spec
         if not isinstance(sandbox.instance, HaltedInstance):
-            manager.unwatch(sandbox)
+            manager.reaper.unwatch(sandbox)
             await manager.runtime.halt(sandbox.id)
             sandbox.instance = HaltedInstance(manager.runtime, spec)
         manager.unplace(sandbox)
@@ -187,7 +189,7 @@ class Pausing:
     async def _boot(self, sandbox: Sandbox) -> None:
         manager = self._manager
         if not sandbox.placed:
-            await manager.make_room(sandbox.resources)
+            await manager.maker.make_room(sandbox.resources)
             sandbox.placed = True
         self._take(sandbox, await manager.runtime.boot(sandbox.instance.spec))
         await manager.permit(sandbox)
@@ -195,7 +197,7 @@ class Pausing:
 
     def _take(self, sandbox: Sandbox, instance: Instance) -> None:
         sandbox.instance = instance
-        self._manager.watch(sandbox)
+        self._manager.reaper.watch(sandbox)
 
     async def _run_again(self, sandbox: Sandbox) -> None:
         """After a pause that failed: running, as before."""
@@ -207,13 +209,13 @@ class Pausing:
                 await self._boot(sandbox)
             else:
                 await sandbox.instance.resume()
-                self._manager.watch(sandbox)
+                self._manager.reaper.watch(sandbox)
         except SandyardError as error:
-            await self._give_up(sandbox, f"a pause failed, and it does not run any more: {error}")
+            self._give_up(sandbox, f"a pause failed, and it does not run any more: {error}")
             return
         if sandbox.state is State.PAUSING:
             sandbox.state, sandbox.paused_at = State.RUNNING, None
-            self._manager.arm(sandbox)
+            self._manager.expiry.arm(sandbox)
 
     async def _pause_again(self, sandbox: Sandbox) -> None:
         """After a resume that failed: paused, as before."""
@@ -225,19 +227,15 @@ class Pausing:
             else:
                 await sandbox.instance.pause()
         except SandyardError as error:
-            await self._give_up(sandbox, f"a resume failed, and it cannot be paused again: {error}")
+            self._give_up(sandbox, f"a resume failed, and it cannot be paused again: {error}")
             return
         if sandbox.state is State.RESUMING:
             sandbox.state = State.PAUSED
-            self._manager.arm(sandbox)
+            self._manager.expiry.arm(sandbox)
 
-    async def _give_up(self, sandbox: Sandbox, detail: str) -> None:
-        # Its own move must be over before the kill may wait for it.
-        self._manager.later(self._kill(sandbox, detail))
-
-    async def _kill(self, sandbox: Sandbox, detail: str) -> None:
-        with contextlib.suppress(SandyardError):  # logged there, and left to the stragglers
-            await self._manager.kill(sandbox.id, DeathReason.HOST, detail)
+    def _give_up(self, sandbox: Sandbox, detail: str) -> None:
+        # Not awaited: the kill waits for the end of this very move.
+        self._manager.later(self._manager.reaper.kill_quietly(sandbox, detail))
 
 
 def _check_alive(sandbox: Sandbox) -> None:

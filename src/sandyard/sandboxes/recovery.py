@@ -121,4 +121,4 @@ async def _destroy(manager: SandboxManager, sandbox_id: str) -> None:
         await manager.runtime.destroy(sandbox_id)
     except SandyardError as error:
         log.error("leftover could not be destroyed", sandbox=sandbox_id, error=str(error))
-        manager.straggle(sandbox_id)
+        manager.reaper.straggle(sandbox_id)
