@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from sandyard.config import Settings
-from sandyard.errors import Conflict, CreateFailed, HostError, NotFound, Unsupported
+from sandyard.errors import Conflict, CreateFailed, HostError, NotFound, SandyardError, Unsupported
 from sandyard.network.policy import Policy
 from sandyard.network.slots import Slots
 from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
@@ -106,8 +106,8 @@ class NetworkedRuntime(Runtime):
         self.slots.start()
         try:
             slot = await self.slots.take(spec.sandbox_id)
-        except (HostError, OSError) as error:
-            remedy = error.remedy if isinstance(error, HostError) else None
+        except (SandyardError, OSError) as error:
+            remedy = error.remedy if isinstance(error, SandyardError) else None
             raise CreateFailed("network", str(error), remedy=remedy) from error
         return replace(spec, network=slot.path)
 
