@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import picture, rollout, sandboxes
+from benchmarks import picture, rollout, sandboxes, sessions
 from benchmarks.measure import Figure, Report
 from sandyard.config import PoolSettings, Settings, load_settings
 from sandyard.connection import Connection
@@ -30,12 +30,14 @@ console = Console()
 def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     arguments.add_argument("--rounds", type=int, default=20, help="samples of each short figure")
-    arguments.add_argument("--only", choices=["sandboxes", "rollout"], help="one section")
+    arguments.add_argument("--only", choices=["sandboxes", "sessions", "rollout"], help="one section")
     options = arguments.parse_args()
     report, before = Report(), _load()
-    if options.only != "rollout":
+    if options.only in (None, "sandboxes"):
         _sandboxes(report, options.rounds)
-    if options.only != "sandboxes":
+    if options.only in (None, "sessions"):
+        _sessions(report)
+    if options.only in (None, "rollout"):
         console.print("[dim]rollout engine[/dim]")
         asyncio.run(rollout.overhead(report))
     load = f"{before} at the start, {_load()} at the end (this run adds about 2)"
@@ -46,6 +48,16 @@ def main() -> None:
 def _sandboxes(report: Report, rounds: int) -> None:
     with _own_yard(load_settings()) as settings:
         _measure(report, settings, rounds)
+
+
+def _sessions(report: Report) -> None:
+    with _own_yard(load_settings()) as settings:
+        # So small that all of them fit on a small host, too: what a sandbox may use is not what it uses.
+        sandbox = settings.sandbox.model_copy(update={"memory_mb": 128, "max_count": sessions.SESSIONS + 8})
+        settings = settings.model_copy(update={"sandbox": sandbox})
+        console.print(f"[dim]{sessions.SESSIONS} sessions at once[/dim]")
+        with EmbeddedServer(_with_pool(settings, low=0, high=0)) as server:
+            asyncio.run(sessions.concurrent(report, Connection.to(server)))
 
 
 @contextmanager
