@@ -14,6 +14,7 @@ import stat
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sandyard.envs.base import Execution
@@ -46,25 +47,30 @@ class LocalLauncher(RunnerLauncher):
         return _FIRST_UID + place * _UIDS_EACH
 
     async def launch(self, stdin: bytes, timeout: float) -> Execution:
-        started = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            self._python,
-            "-I",
-            "-c",
-            start_source(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            async with asyncio.timeout(timeout):
-                stdout, stderr = await process.communicate(stdin)
-        except TimeoutError:
-            return Execution("", "", None, timed_out=True, duration=time.monotonic() - started)
-        finally:
-            await _stop(process)
-        duration = time.monotonic() - started
-        return Execution(stdout.decode(), stderr.decode(errors="replace"), process.returncode, duration=duration)
+        return await run_process([self._python, "-I", "-c", start_source()], stdin, timeout)
+
+
+async def run_process(
+    command: Sequence[str], stdin: bytes, timeout: float, *, environment: Mapping[str, str] | None = None
+) -> Execution:
+    """Run a runner as a process of this machine; whatever happens, it is ended with its boxes."""
+    started = time.monotonic()
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+    )
+    try:
+        async with asyncio.timeout(timeout):
+            stdout, stderr = await process.communicate(stdin)
+    except TimeoutError:
+        return Execution("", "", None, timed_out=True, duration=time.monotonic() - started)
+    finally:
+        await _stop(process)
+    duration = time.monotonic() - started
+    return Execution(stdout.decode(), stderr.decode(errors="replace"), process.returncode, duration=duration)
 
 
 def local_verifier(limits: RunnerLimits = RunnerLimits()) -> CodeVerifier:

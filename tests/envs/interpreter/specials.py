@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.envs.interpreter.programs import add_specials
 
-add_specials("""
+SOURCE = """
 def acc(x, into=[]):
     into.append(x)
     return into
@@ -711,4 +711,6 @@ def merge(a, b):
         return a or b
     return [a[0]] + merge(a[1:], b) if a[0] <= b[0] else [b[0]] + merge(a, b[1:])
 print(merge([1, 3, 5], [2, 4]))
-""")
+"""
+
+add_specials(SOURCE)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from sandyard.envs.interpreter.calls import reset_depth
@@ -39,17 +39,30 @@ RECURSION_LIMIT = 100_000
 class Ended:
     """How a program ended: nothing set when it ran through."""
 
-    error: str = ""  # last line of the traceback: the program failed
+    error: BaseException | None = None  # what it raised
     refusal: Refusal | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it raised; `SystemExit` without a code, or with 0, is no failure."""
+        clean = isinstance(self.error, SystemExit) and self.error.code in (None, 0)
+        return self.error is not None and not clean
 
 
 class Engine:
-    """One session's names. `print_out` gets the arguments of every `print`.
+    """One session's names. `print_out` gets the arguments of every `print`, `on_trap` what no check saw before.
 
     Raises `HostError` when smolagents is missing or not a release that was proven.
     """
 
-    def __init__(self, print_out: Callable[..., None], *, imports: Collection[str] = DEFAULT_IMPORTS) -> None:
+    def __init__(
+        self,
+        print_out: Callable[..., None],
+        *,
+        imports: Collection[str] = DEFAULT_IMPORTS,
+        on_trap: Callable[[Trap], None] | None = None,
+    ) -> None:
+        self._on_trap = on_trap
         self._smolagents = _installed()
         self._imports = sorted(imports)
         functions = {name: getattr(builtins, name) for name in BUILTINS - {"print"}}
@@ -57,11 +70,6 @@ class Engine:
         self._builtins = {**functions, **constants, **helpers(print_out)}
         self.names = _module_scope()
         self.trap: Trap | None = None
-
-    def reset(self) -> None:
-        """Forget every name."""
-        self.names = _module_scope()
-        self.trap = None
 
     def namespace(self) -> dict[str, Any]:
         """The names that programs have bound."""
@@ -72,10 +80,10 @@ class Engine:
         try:
             tree = parse(source)
         except (SyntaxError, ValueError) as error:
-            return Ended(error=last_line(error))
+            return Ended(error=error)
         except (RecursionError, MemoryError):
             return Ended(refusal=Refusal("too deep a nesting", 0, 0))
-        refusal = check_tree(tree, self._imports)
+        refusal = check_tree(tree, self._imports, self.namespace())
         return Ended(refusal=refusal) if refusal else self._run(rewrite(tree))
 
     def _run(self, tree: ast.Module) -> Ended:
@@ -90,9 +98,11 @@ class Engine:
             error = raised
         if self.trap is not None:  # whatever came after it: a `finally` may have hidden it
             return Ended(refusal=Refusal(self.trap.construct, self.trap.line, self.trap.column))
-        return Ended(error=last_line(error)) if error is not None and not _is_clean_exit(error) else Ended()
+        return Ended(error=error)
 
     def _note(self, trap: Trap) -> None:
+        if self._on_trap is not None:
+            self._on_trap(trap)
         if self.trap is None:
             self.trap = trap
 
@@ -113,10 +123,6 @@ def last_line(error: BaseException) -> str:
     except Exception as inner:  # noqa: BLE001 - a program's __str__ may raise anything
         text = f"<no text: {type(inner).__name__}>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _is_clean_exit(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _installed() -> Any:
@@ -171,7 +177,8 @@ def _guarded_ast(smolagents: Any) -> Callable[..., Any]:
             if isinstance(node, _GENERATED) and isinstance(error.__cause__, StopIteration):
                 raise Trap("StopIteration in a display or comprehension") from error
             raise
-        is_safe(result, tools, authorized_imports)
+        if isinstance(result, ModuleType | FunctionType | BuiltinFunctionType):
+            is_safe(result, tools, authorized_imports)
         return result
 
     return evaluate_ast

@@ -45,6 +45,12 @@ _COMPARE: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda item, container: item in container,
     ast.NotIn: lambda item, container: item not in container,
 }
+_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+    ast.Invert: operator.invert,
+    ast.Not: operator.not_,
+}
 
 
 class Evaluators:
@@ -100,6 +106,9 @@ class Evaluators:
             result = _COMPARE[type(kind)](left, right)
             left = right
         return result
+
+    def evaluate_unaryop(self, node: ast.UnaryOp, state: Scope, *context: Any) -> Any:
+        return _UNARY[type(node.op)](self._ast(node.operand, state, *context))
 
     def evaluate_augassign(self, node: ast.AugAssign, state: Scope, *context: Any) -> None:
         change = _IN_PLACE[type(node.op)]
@@ -181,7 +190,7 @@ class Evaluators:
         self, node: ast.Try, error: BaseException, state: Scope, context: tuple[Any, ...]
     ) -> ast.ExceptHandler | None:
         for handler in node.handlers:
-            if handler.type is None or isinstance(error, self._ast(handler.type, state, *context)):
+            if handler.type is None or _matches(error, self._ast(handler.type, state, *context)):
                 return handler
         return None
 
@@ -198,6 +207,13 @@ class Evaluators:
     def _block(self, body: list[ast.stmt], state: Scope, context: tuple[Any, ...]) -> None:
         for statement in body:
             self._ast(statement, state, *context)
+
+
+def _matches(error: BaseException, kinds: Any) -> bool:
+    for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise TypeError("catching classes that do not inherit from BaseException is not allowed")
+    return isinstance(error, kinds)
 
 
 def _is_of_the_program(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ nothing else does. Untrusted code belongs into the back ends `process` or `sandb
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -114,13 +115,13 @@ class Interpreter:
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-P", "-s", "-m", "sandyard.envs.interpreter.worker"),
+            *worker_command("sandyard.envs.interpreter.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
             cwd="/",
-            env=self._environment(),
+            env=worker_environment(self._hash_seed),
+            start_new_session=True,
         )
         self._process = process
         try:
@@ -132,12 +133,6 @@ class Interpreter:
             await self._end()
             raise HostError(answer["missing"], remedy=answer["remedy"])
         return process
-
-    def _environment(self) -> dict[str, str]:
-        """Nothing of this process's own: it may hold keys."""
-        root = str(Path(sandyard.__file__).parent.parent) if sandyard.__file__ else ""
-        seed = "random" if self._hash_seed is None else str(self._hash_seed)
-        return {"PATH": os.defpath, "PYTHONPATH": root, "LANG": "C.UTF-8", "PYTHONHASHSEED": seed}
 
     async def _ask(self, process: asyncio.subprocess.Process, message: Any, timeout: float) -> Any:
         """The worker's answer. Whatever else happens, the worker is ended: no later call gets this answer."""
@@ -163,11 +158,23 @@ class Interpreter:
         process, self._process = self._process, None
         if process is None:
             return
-        if process.returncode is None:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):  # nothing of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
         if process.stdin is not None:
             process.stdin.close()
+
+
+def worker_command(module: str) -> list[str]:
+    """Run a module of ours with this Python; the working directory is no place to import from."""
+    return [sys.executable, "-P", "-s", "-m", module]
+
+
+def worker_environment(hash_seed: int | None = None) -> dict[str, str]:
+    """Nothing of this process's own: it may hold keys."""
+    root = str(Path(sandyard.__file__).parent.parent) if sandyard.__file__ else ""
+    seed = "random" if hash_seed is None else str(hash_seed)
+    return {"PATH": os.defpath, "PYTHONPATH": root, "LANG": "C.UTF-8", "PYTHONHASHSEED": seed}
 
 
 def _refused(refusal: Refusal, took: float) -> InterpreterResult:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from sandyard.envs.interpreter.modules import DEFAULT_IMPORTS
 from sandyard.envs.interpreter.refusal import Refusal, Refused
@@ -44,9 +44,10 @@ def parse(source: str) -> ast.Module:
         return ast.parse(source)
 
 
-def check_tree(tree: ast.Module, imports: Collection[str]) -> Refusal | None:
+def check_tree(tree: ast.Module, imports: Collection[str], bound: Iterable[str] = ()) -> Refusal | None:
+    """As `check`, of a tree; `bound` are names that earlier programs of the session have bound."""
     try:
-        Guard(imports, frozenset(all_bound(tree))).visit(tree)
+        Guard(imports, frozenset({*all_bound(tree), *bound})).visit(tree)
     except Refused as refused:
         return refused.refusal
     except RecursionError:

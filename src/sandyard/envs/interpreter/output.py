@@ -17,7 +17,7 @@ class PrintedText:
         self._kept = 0
         self._seen = 0
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, /, *values: Any, **options: Any) -> None:
         if options.get("file") is not None:
             raise Trap("print to a file")
         builtins.print(*values, **{**options, "file": self})

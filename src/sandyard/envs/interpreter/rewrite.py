@@ -34,7 +34,6 @@ def helpers(print_out: Callable[..., None]) -> dict[str, Any]:
         " star": _star,
         " list": lambda *items: list(items),
         " tuple": lambda *items: items,
-        " set": _set,
         " merge": _merge,
         " constant": _constant,
         " AssertionError": AssertionError,
@@ -45,13 +44,6 @@ def _star(value: Any) -> Any:
     if not hasattr(type(value), "__iter__"):
         raise Trap("a starred value that cannot be iterated over")
     return value
-
-
-def _set(*items: Any) -> set[Any]:
-    made = set()
-    for item in items:
-        made.add(item)
-    return made
 
 
 def _merge(*parts: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -131,9 +123,10 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Set(self, node: ast.Set) -> ast.AST:
         code = compile(ast.Expression(node), "<set>", "eval", dont_inherit=True)
-        if not code.co_names and not any(isinstance(part, ast.Starred) for part in node.elts):
+        if not code.co_names:
             return _helper("constant", [ast.Constant(code)], node)  # type: ignore[arg-type]  # any object will do
-        return self._display(node, node.elts, "set")
+        self.generic_visit(node)
+        return node
 
     def _display(self, node: ast.expr, elements: list[ast.expr], name: str) -> ast.AST:
         loaded = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)

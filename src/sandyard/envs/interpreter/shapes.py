@@ -25,7 +25,6 @@ PLAIN: frozenset[type[ast.AST]] = frozenset(
         ast.UnaryOp,
         ast.IfExp,
         ast.Dict,
-        ast.Set,
         ast.JoinedStr,
         ast.FormattedValue,
         ast.Slice,
@@ -103,11 +102,11 @@ EXCEPTIONS = frozenset(
 BUILTINS = frozenset(_FUNCTIONS.split()) | EXCEPTIONS
 CONSTANT_NAMES = frozenset({"NotImplemented", "Ellipsis", "__name__"})
 
-# Methods that the slots of a type call as CPython does.
+# Methods that the slots of a type call as CPython does. Not __bool__: the interpreter asks twice for one truth.
 DUNDER_METHODS = frozenset(
     f"__{name}__"
     for name in _words(
-        "init str repr eq ne lt le gt ge hash len bool getitem setitem delitem contains iter call "
+        "init str repr eq ne lt le gt ge hash len getitem setitem delitem contains iter call "
         "add sub mul truediv floordiv mod pow neg abs radd rsub rmul iadd and or xor"
     )
 )

@@ -47,6 +47,11 @@ class ExpressionRules(Rules):
             return node.id in ANNOTATION_TYPES and node.id not in self._bound
         return isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool))
 
+    def visit_Set(self, node: ast.Set) -> None:
+        if any(isinstance(part, ast.Starred) for part in node.elts):
+            raise Refused("starred value in a set display", node)  # the order of its items would be another
+        self._parts(node)
+
     def visit_Call(self, node: ast.Call) -> None:
         if any(keyword.arg is None for keyword in node.keywords):
             raise Refused("double-starred argument", node)

@@ -8,6 +8,7 @@ import builtins
 from sandyard.envs.interpreter.modules import allows
 from sandyard.envs.interpreter.refusal import Refused
 from sandyard.envs.interpreter.rules.names import Rules
+from sandyard.envs.interpreter.scope import bound_names
 from sandyard.envs.interpreter.shapes import BUILTINS, DUNDER_METHODS
 
 
@@ -37,8 +38,17 @@ class StatementRules(Rules):
             if not isinstance(base, ast.Name) or (base.id in BUILTINS and not _is_plain_base(base.id)):
                 raise Refused("base class that is no class of the program, object or Exception", base)
             self.visit(base)
+        members = set(bound_names(node.body))
         for statement in node.body:
+            if isinstance(statement, ast.FunctionDef):
+                self._no_member(statement.args, members)
             self._class_statement(statement)
+
+    def _no_member(self, arguments: ast.arguments, members: set[str]) -> None:
+        """A default of a method may name a member of the class, which the interpreter would not find."""
+        for default in (*arguments.defaults, *arguments.kw_defaults):
+            if default is not None and any(isinstance(p, ast.Name) and p.id in members for p in ast.walk(default)):
+                raise Refused("default that names a member of the class", default)
 
     def _class_statement(self, node: ast.stmt) -> None:
         if isinstance(node, ast.FunctionDef):
@@ -58,6 +68,8 @@ class StatementRules(Rules):
         returns = [part for part in ast.walk(node) if isinstance(part, ast.Return) and part.value is not None]
         if node.name == "__init__" and returns:
             raise Refused("value returned by __init__", returns[0])
+        if node.name == "__len__" and not _is_pure_length(node):
+            raise Refused("__len__ that does more than return a length", node)  # it may be asked twice for one truth
         name, node.name = node.name, node.name.strip("_") or "method"
         try:
             self.visit_FunctionDef(node)
@@ -159,3 +171,9 @@ def _is_literal(node: ast.expr) -> bool:
     except (ValueError, TypeError, RecursionError):
         return False
     return True
+
+
+def _is_pure_length(node: ast.FunctionDef) -> bool:
+    calls = [part.func for part in ast.walk(node) if isinstance(part, ast.Call)]
+    only_len = all(isinstance(function, ast.Name) and function.id == "len" for function in calls)
+    return len(node.body) == 1 and isinstance(node.body[0], ast.Return) and only_len
