@@ -158,7 +158,7 @@ async def _follow(process: Process, log: SandboxLog) -> ExitStatus:
             lines[channel].feed(data)
     finally:
         for each in lines.values():
-            each.flush()
+            each.end()
     status = await process.wait()
     failed = status != ExitStatus(code=0)
     log.append(f"start command ended with {_words(status)}", Level.ERROR if failed else Level.INFO)
@@ -180,6 +180,10 @@ class _Lines:
             self._say(line)
         if len(self._rest) > LINE_BYTES:
             self.flush()
+
+    def end(self) -> None:
+        self._rest += self._decoder.decode(b"", True)
+        self.flush()
 
     def flush(self) -> None:
         if self._rest:
