@@ -16,6 +16,7 @@ from sandyard.config import Settings
 from sandyard.errors import GuestError, GuestErrorCode, SandyardError
 from sandyard.images.setup import install_line, needed_packages
 from sandyard.images.templates import TemplateStore
+from sandyard.network.slots import Slots
 from sandyard.runtimes import open_runtime
 from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, SandboxSpec
 
@@ -38,7 +39,7 @@ async def diagnose(settings: Settings) -> list[Finding]:
     """Try out everything a server with `settings` needs. Failures are findings, not exceptions."""
     host = [_privileges(), _packages(settings), _disk(settings), _memory(settings), _port(settings), _watches()]
     sandbox = await _sandbox(settings) if settings.sandbox.runtime == "container" else []
-    return [*host, *sandbox, _template(settings)]
+    return [*host, *sandbox, *(await _network(settings)), _template(settings)]
 
 
 def _privileges() -> Finding:
@@ -102,6 +103,18 @@ def _template(settings: Settings) -> Finding:
     if template is None:
         return Finding("template base", False, "not built", "run: sandyard setup")
     return Finding("template base", True, f"{template.source}, {template.size_bytes >> 20} MiB")
+
+
+async def _network(settings: Settings) -> list[Finding]:
+    if settings.network.egress == "off":
+        return []
+    slots = Slots(settings)
+    try:
+        return [Finding("network", True, await slots.probe())]
+    except SandyardError as error:
+        return [Finding("network", False, error.message, error.remedy)]
+    finally:
+        await slots.stop()
 
 
 async def _sandbox(settings: Settings) -> list[Finding]:

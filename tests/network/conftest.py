@@ -142,6 +142,7 @@ class Inside:
                 socket.create_connection((address, 443), 5) as plain,
                 context.wrap_socket(plain, server_hostname=host) as secure,
             ):
+                secure.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
                 return _answer(secure)
 
         return await self.run(fetch)

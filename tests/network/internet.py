@@ -34,7 +34,9 @@ class Secure(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         with self.context.wrap_socket(self.request, server_side=True) as secure:
-            secure.sendall(f"{secure.getsockname()[0]} hello\n".encode())
+            secure.recv(4096)
+            body = f"{secure.getsockname()[0]} hello\n".encode()
+            secure.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
 
 class Echo(socketserver.BaseRequestHandler):

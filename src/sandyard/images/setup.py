@@ -40,6 +40,8 @@ def needed_packages(settings: Settings) -> list[str]:
         wanted.append("e2fsprogs")
     if not _has("unshare"):
         wanted.append("util-linux")
+    if settings.network.egress == "on":
+        wanted += [package for tool, package in (("ip", "iproute2"), ("nft", "nftables")) if not _has(tool)]
     recipe = recipe_of(settings)
     kept = TemplateStore(settings).find("base")
     if kept is None or kept.recipe != recipe.digest():

@@ -24,6 +24,7 @@ from sandyard.network.hello import LIMIT, Incomplete, requested_host
 from sandyard.network.outside import Outside, Refused, tune
 from sandyard.network.policy import CLOSED, Policy
 from sandyard.network.resolver import Resolver, Unresolved
+from sandyard.network.voice import Voice
 
 log = structlog.get_logger("sandyard.network")
 
@@ -49,10 +50,10 @@ class _Connection:
 class Egress:
     """Used from one event loop. `policy` changes by `replace` only."""
 
-    def __init__(self, label: str, listener: socket.socket, outside: Outside, resolver: Resolver, limit: int) -> None:
-        self.label = label
+    def __init__(self, voice: Voice, listener: socket.socket, outside: Outside, resolver: Resolver, limit: int) -> None:
         self.policy = CLOSED
         self.refused = 0
+        self._voice = voice
         self._listener = listener
         self._outside = outside
         self._resolver = resolver
@@ -98,7 +99,7 @@ class Egress:
             server, early = await self._open(client, connection)
         except Refused as refusal:
             self.refused += 1
-            log.info("egress refused", sandbox=self.label, name=connection.name, reason=str(refusal))
+            self._voice.say("egress refused", name=connection.name, reason=str(refusal))
             return
         except OSError:
             return  # the client left

@@ -12,16 +12,13 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
-import structlog
-
 from sandyard.network import dns
 from sandyard.network.dns import Code, Kind
 from sandyard.network.egress import accept_each
 from sandyard.network.outside import Outside, Refused
 from sandyard.network.policy import CLOSED, Policy
 from sandyard.network.resolver import Resolver, Unresolved, read_framed
-
-log = structlog.get_logger("sandyard.network")
+from sandyard.network.voice import Voice
 
 AT_ONCE = 64
 STREAM_SECONDS = 15.0
@@ -33,9 +30,9 @@ class Forwarder:
     """Used from one event loop."""
 
     def __init__(
-        self, label: str, datagrams: socket.socket, streams: socket.socket, outside: Outside, resolver: Resolver
+        self, voice: Voice, datagrams: socket.socket, streams: socket.socket, outside: Outside, resolver: Resolver
     ) -> None:
-        self.label = label
+        self._voice = voice
         self.policy: Policy = CLOSED
         self._datagrams = datagrams
         self._outside = outside
@@ -64,20 +61,19 @@ class Forwarder:
         except ValueError:
             return message[:2] + (0x8000 | Code.FORMAT).to_bytes(2) + bytes(8)
         if not self.policy.may_resolve(asked.name) or asked.kind == Kind.PTR:
-            log.info("query refused", sandbox=self.label, name=asked.name, kind=asked.kind)
+            self._voice.say("query refused", name=asked.name, kind=asked.kind)
             return dns.reply(message, asked, Code.NO_NAME if asked.kind == Kind.PTR else Code.REFUSED)
         if asked.kind in _WITHHELD:
             return dns.reply(message, asked, Code.OK)
-        log.debug("query", sandbox=self.label, name=asked.name, kind=asked.kind)
         try:
             servers = self._outside.resolvers(self.policy)
             answer = await self._resolver.exchange(message, servers, stream=stream)
             inner = [address for address in dns.addresses(answer) if self._outside.forbidden(address)]
         except (Unresolved, Refused, ValueError) as error:
-            log.info("query failed", sandbox=self.label, name=asked.name, reason=str(error))
+            self._voice.say("query failed", name=asked.name, reason=str(error))
             return dns.reply(message, asked, Code.FAILED)
         if inner:
-            log.info("answer withheld", sandbox=self.label, name=asked.name, addresses=[str(one) for one in inner])
+            self._voice.say("answer withheld", name=asked.name, addresses=[str(one) for one in inner])
             return dns.reply(message, asked, Code.OK)
         return answer
 
@@ -89,7 +85,7 @@ class Forwarder:
                 message, sender = await loop.sock_recvfrom(self._datagrams, DATAGRAM)
             except OSError as error:  # what an earlier answer met on its way
                 self._places.release()
-                log.debug("query not received", sandbox=self.label, error=str(error))
+                self._voice.say("query not received", error=str(error))
                 continue
             except BaseException:
                 self._places.release()
@@ -111,7 +107,7 @@ class Forwarder:
             try:
                 await asyncio.get_running_loop().sock_sendto(self._datagrams, answer, sender)  # type: ignore[arg-type]
             except OSError as error:
-                log.debug("answer not sent", sandbox=self.label, error=str(error))
+                self._voice.say("answer not sent", error=str(error))
 
     def _begin_stream(self, client: socket.socket) -> None:
         self._begin(self._stream(client))

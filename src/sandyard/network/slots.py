@@ -31,6 +31,7 @@ from sandyard.network.namespace import Listeners, Plan
 from sandyard.network.outside import Outside
 from sandyard.network.policy import CLOSED, Policy, never_allowed
 from sandyard.network.resolver import Resolver
+from sandyard.network.voice import Voice
 from sandyard.runtimes.container.layout import Layout
 
 log = structlog.get_logger("sandyard.network")
@@ -227,11 +228,11 @@ class Slots:
         return slot
 
     async def _open(self, slot: Slot, descriptor: int, listeners: Listeners, policy: Policy) -> None:
-        label, outside, resolver = slot.sandbox_id, self._outside, self._resolver
-        egress = Egress(label, listeners.tcp, outside, resolver, self._settings.max_connections)
-        forwarder = Forwarder(label, listeners.dns, listeners.dns_tcp, outside, resolver)
+        voice, outside, resolver = Voice(slot.sandbox_id), self._outside, self._resolver
+        egress = Egress(voice, listeners.tcp, outside, resolver, self._settings.max_connections)
+        forwarder = Forwarder(voice, listeners.dns, listeners.dns_tcp, outside, resolver)
         # Here, not by who awaits this: that one may be cancelled, and has to find what to close.
-        held = self._held[label] = _Held(slot, descriptor, listeners, egress, forwarder)
+        held = self._held[slot.sandbox_id] = _Held(slot, descriptor, listeners, egress, forwarder)
         await _replace(held, policy)
 
     async def _let_go(self, sandbox_id: str, descriptor: int, listeners: Listeners) -> None:
