@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from sandyard.network import voice
 from sandyard.network.voice import LINES, PERIOD, Voice
 
 
 def test_a_loud_sandbox_is_cut_short_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(voice.time, "monotonic", lambda: now)
+    monkeypatch.setattr("sandyard.network.voice.time.monotonic", lambda: now)
     speaker = Voice("one")
     with capture_logs() as lines:
         for _ in range(LINES * 3):
