@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from sandyard.errors import BadRequest, NotFound, Unsupported
 from sandyard.runtimes.base import Resources
+from sandyard.server.builds.bases import template_of_image
 from sandyard.server.control.context import Context, Here, Tenant
 from sandyard.server.control.hooks import PARAMS, params_of
 from sandyard.server.control.models import NewSandbox, SandboxView, Seconds, Text
@@ -77,7 +78,7 @@ async def patch_extension_params(
 
 def template_of(image: str, here: Context, tenant: str) -> str:
     """The template that stands for an image: by `images.aliases`, else of that name. Raises `NotFound`."""
-    alias = here.manager.settings.images.aliases.get(image)
+    alias = template_of_image(here.manager.settings, image)
     bare = image.removesuffix(":latest")
     for name in [alias] if alias else [image, bare]:
         try:
