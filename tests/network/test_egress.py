@@ -185,18 +185,71 @@ async def test_dns_by_tcp(join: Join, internet: Internet) -> None:
     assert [str(address) for address in dns.addresses(answer[2:])] == [internet.web]
 
 
-async def test_datagrams_do_not_leave(join: Join, internet: Internet) -> None:
-    inside = await join(OPEN)
-
-    def send() -> bytes:
+async def echo(inside: Inside, address: str, data: bytes = b"x", port: int = 7) -> bytes:
+    def exchange() -> bytes:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
-            client.settimeout(2)
-            client.connect((internet.web, 7))
-            client.send(b"x")
-            return client.recv(10)
+            client.settimeout(3)
+            client.connect((address, port))
+            client.send(data)
+            return client.recv(65535)
 
+    return await inside.run(exchange)
+
+
+async def test_datagrams_leave_only_to_addresses_that_are_named(join: Join, slots: Slots, internet: Internet) -> None:
+    inside = await join(OPEN)
     with pytest.raises(PermissionError):
-        await inside.run(send)
+        await echo(inside, internet.web)
+    await slots.replace("one", Policy.of({"allowOut": [internet.web, internet.private]}))
+    assert await echo(inside, internet.web) == b"x"
+    for address in (internet.other, internet.private):
+        with pytest.raises(PermissionError):
+            await echo(inside, address)
+    await slots.replace("one", OPEN)
+    with pytest.raises(PermissionError):
+        await echo(inside, internet.web)
+
+
+async def test_a_flow_of_datagrams_goes_both_ways(join: Join, internet: Internet) -> None:
+    inside = await join(allowOut=[internet.web], denyOut=["0.0.0.0/0"])
+
+    def talk() -> list[bytes]:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as two,
+        ):
+            heard = []
+            for client in (one, two):
+                client.settimeout(3)
+            for at in range(20):
+                for client, mark in ((one, b"one"), (two, b"two")):
+                    client.sendto(mark + bytes([at]), (internet.web, 7))
+                    data, sender = client.recvfrom(100)
+                    assert sender == (internet.web, 7)
+                    heard.append(data)
+            return heard
+
+    assert await inside.run(talk) == [mark + bytes([at]) for at in range(20) for mark in (b"one", b"two")]
+    assert await echo(inside, internet.web, b"y" * 1200) == b"y" * 1200
+
+
+async def test_a_flow_that_is_no_longer_allowed_is_cut(join: Join, slots: Slots, internet: Internet) -> None:
+    inside = await join(allowOut=[internet.web])
+    client = await inside.run(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    with client:
+        client.settimeout(0.5)
+        client.connect((internet.web, 7))
+        client.send(b"x")
+        assert await asyncio.to_thread(client.recv, 10) == b"x"
+        await slots.replace("one", CLOSED)
+
+        def go_on() -> None:
+            for _ in range(3):
+                client.send(b"x")
+                client.recv(10)
+
+        with pytest.raises((PermissionError, TimeoutError)):
+            await asyncio.to_thread(go_on)
 
 
 async def test_a_policy_that_changes_cuts_what_it_no_longer_allows(

@@ -33,6 +33,11 @@ MNT_DETACH = 2
 TOOL_TIMEOUT = 20.0
 TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BACKLOG = 256
+MARK = 1  # of datagrams that are diverted; nobody inside can set one
+
+NO_DIVERSION = "table ip sandyard_datagrams\ndelete table ip sandyard_datagrams\n"
+NO_ROUTE = f"rule del fwmark {MARK} lookup 100\nroute flush table 100\n"
+ROUTE = f"rule add fwmark {MARK} lookup 100\nroute add local 0.0.0.0/0 dev lo table 100\n"
 
 _SYSCTLS = {
     "net/ipv4/ip_unprivileged_port_start": "0",
@@ -108,8 +113,32 @@ table ip sandyard {{
     chain rest {{
         type filter hook output priority filter; policy drop;
         ip daddr {{ {local} }} accept
+        meta l4proto udp meta mark {MARK} accept
         meta l4proto tcp reject with tcp reset
         reject with icmp type admin-prohibited
+    }}
+}}
+"""
+
+    def diversion(self, port: int, allowed: tuple[IPv4Network, ...]) -> str:
+        """For `nft -f`: datagrams to `allowed` go to a transparent socket."""
+        local = f"127.0.0.0/8, {self.address}"
+        never = ", ".join(str(block) for block in self.never)
+        blocks = ", ".join(str(block) for block in allowed)
+        return f"""table ip sandyard_datagrams
+delete table ip sandyard_datagrams
+table ip sandyard_datagrams {{
+    chain out {{
+        type route hook output priority mangle; policy accept;
+        meta l4proto != udp return
+        ip daddr {{ {local} }} return
+        ip daddr {{ {never} }} return
+        udp dport 53 return
+        ip daddr {{ {blocks} }} meta mark set {MARK}
+    }}
+    chain back {{
+        type filter hook prerouting priority mangle; policy accept;
+        iif lo meta l4proto udp meta mark {MARK} tproxy to 127.0.0.1:{port}
     }}
 }}
 """
@@ -147,6 +176,16 @@ async def inside(descriptor: int, call: Callable[[], _Result]) -> _Result:
         return call()
 
     return await _alone(body)
+
+
+def divert(plan: Plan, port: int, allowed: tuple[IPv4Network, ...]) -> None:
+    """Let datagrams to `allowed`, and to nowhere else, come to a transparent socket of this port.
+    Call it `inside` the namespace. Raises `HostError`, with all of them denied."""
+    _tool(["nft", "-f", "-"], NO_DIVERSION)
+    if allowed:
+        _tool(["ip", "-force", "-batch", "-"], NO_ROUTE, missing_is_fine=True)
+        _tool(["ip", "-batch", "-"], ROUTE)
+        _tool(["nft", "-f", "-"], plan.diversion(port, allowed))
 
 
 def show(descriptor: int, directory: Path) -> None:
@@ -198,7 +237,7 @@ def _sysctls() -> None:
                 raise HostError(f"sysctl {name}: {error}", remedy="make /proc/sys writable for the server") from error
 
 
-def _tool(command: list[str], text: str) -> None:
+def _tool(command: list[str], text: str, *, missing_is_fine: bool = False) -> None:
     """Run a program in the namespace of this thread."""
     try:
         done = subprocess.run(
@@ -214,7 +253,7 @@ def _tool(command: list[str], text: str) -> None:
         raise HostError(f"network: {command[0]} is missing", remedy=f"install {package}") from None
     except subprocess.TimeoutExpired as error:
         raise HostError(f"network: {command[0]} did not return in {TOOL_TIMEOUT:g} s") from error
-    if done.returncode != 0:
+    if done.returncode != 0 and not missing_is_fine:
         said = (done.stderr.strip() or f"ended with {done.returncode}").splitlines()[0]
         remedy = "the kernel needs veth and nftables with NAT, or set network.egress = off"
         raise HostError(f"network: {' '.join(command)}: {said}", remedy=remedy)
@@ -259,7 +298,7 @@ async def _alone(body: Callable[[], _Result]) -> _Result:
 
 def _discard(result: object) -> None:
     for part in result if isinstance(result, Iterable) else (result,):
-        if isinstance(part, Listeners):
+        if isinstance(part, Listeners | socket.socket):
             part.close()
         elif isinstance(part, int):
             os.close(part)

@@ -24,6 +24,7 @@ import structlog
 from sandyard.config import Settings
 from sandyard.errors import HostError, NotFound, SandboxError, SandyardError
 from sandyard.network import namespace
+from sandyard.network.datagrams import Datagrams
 from sandyard.network.egress import Egress
 from sandyard.network.engine import Engine
 from sandyard.network.forwarder import Forwarder
@@ -57,6 +58,7 @@ class _Held:
     listeners: Listeners
     egress: Egress
     forwarder: Forwarder
+    datagrams: Datagrams
 
 
 class Slots:
@@ -232,7 +234,8 @@ class Slots:
         egress = Egress(voice, listeners.tcp, outside, resolver, self._settings.max_connections)
         forwarder = Forwarder(voice, listeners.dns, listeners.dns_tcp, outside, resolver)
         # Here, not by who awaits this: that one may be cancelled, and has to find what to close.
-        held = self._held[slot.sandbox_id] = _Held(slot, descriptor, listeners, egress, forwarder)
+        datagrams = Datagrams(voice, descriptor, self._plan, outside)
+        held = self._held[slot.sandbox_id] = _Held(slot, descriptor, listeners, egress, forwarder, datagrams)
         await _replace(held, policy)
 
     async def _let_go(self, sandbox_id: str, descriptor: int, listeners: Listeners) -> None:
@@ -258,11 +261,13 @@ class Slots:
 async def _replace(held: _Held, policy: Policy) -> None:
     held.forwarder.policy = policy
     held.egress.replace(policy)
+    await held.datagrams.replace(policy)
 
 
 async def _close(held: _Held) -> None:
     await held.egress.close()
     await held.forwarder.close()
+    await held.datagrams.close()
     held.listeners.close()
 
 
