@@ -339,6 +339,20 @@ async def test_too_many_connections_wait(settings: Settings, internet: Internet)
         await slots.stop()
 
 
+async def test_all_sandboxes_together_leave_the_server_descriptors(
+    join: Join, slots: Slots, internet: Internet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await join(OPEN, "one"), await join(OPEN, "two")
+    monkeypatch.setattr(slots._budget, "left", 2)
+    with await first.connect(internet.web, 7) as one, await first.connect(internet.web, 7):
+        one.sendall(b"x")
+        assert await asyncio.to_thread(one.recv, 1) == b"x"
+        assert await second.refused(internet.web)
+        assert slots.counts()["refused"] == 1
+    await slots.drop("one")
+    assert await second.get(internet.web)
+
+
 async def test_unknown_sandboxes_have_no_policy(slots: Slots) -> None:
     with pytest.raises(NotFound, match="nobody"):
         await slots.replace("nobody", OPEN)

@@ -20,6 +20,7 @@ import structlog
 
 from sandyard.errors import HostError
 from sandyard.network import namespace
+from sandyard.network.budget import Budget
 from sandyard.network.namespace import Plan
 from sandyard.network.outside import Outside
 from sandyard.network.policy import CLOSED, Policy
@@ -46,12 +47,13 @@ class _Flow:
 class Datagrams:
     """Used from one event loop. Owns its sockets; the descriptor of the namespace is its owner's."""
 
-    def __init__(self, voice: Voice, descriptor: int, plan: Plan, outside: Outside) -> None:
+    def __init__(self, voice: Voice, descriptor: int, plan: Plan, outside: Outside, budget: Budget) -> None:
         self.policy: Policy = CLOSED
         self._voice = voice
         self._descriptor = descriptor
         self._plan = plan
         self._outside = outside
+        self._budget = budget
         self._listener: socket.socket | None = None
         self._flows: dict[_Key, tuple[_Flow, asyncio.Task[None]]] = {}
 
@@ -108,14 +110,18 @@ class Datagrams:
         address = IPv4Address(key[2])
         if not self.policy.allows_datagrams(address) or self._outside.forbidden(address):
             self._voice.say("datagram refused", address=key[2], port=key[3])
-        elif len(self._flows) >= MAX_FLOWS:
-            self._voice.say("datagram refused", address=key[2], port=key[3], reason=f"{MAX_FLOWS} flows already")
+        elif len(self._flows) >= MAX_FLOWS or not self._budget.take():
+            self._voice.say("datagram refused", address=key[2], port=key[3], reason="too many flows")
         else:
             flow = _Flow()
             flow.waiting.append(data)
             task = asyncio.create_task(self._serve(key, flow))
             self._flows[key] = flow, task
-            task.add_done_callback(lambda _: self._flows.pop(key))
+            task.add_done_callback(lambda _: self._end(key))
+
+    def _end(self, key: _Key) -> None:
+        del self._flows[key]
+        self._budget.give()
 
     async def _serve(self, key: _Key, flow: _Flow) -> None:
         client, target = key[:2], key[2:]

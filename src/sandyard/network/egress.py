@@ -20,6 +20,7 @@ from ipaddress import IPv4Address
 
 import structlog
 
+from sandyard.network.budget import Budget
 from sandyard.network.hello import LIMIT, Incomplete, requested_host
 from sandyard.network.outside import Outside, Refused, tune
 from sandyard.network.policy import CLOSED, Policy
@@ -50,10 +51,13 @@ class _Connection:
 class Egress:
     """Used from one event loop. `policy` changes by `replace` only."""
 
-    def __init__(self, voice: Voice, listener: socket.socket, outside: Outside, resolver: Resolver, limit: int) -> None:
+    def __init__(
+        self, voice: Voice, listener: socket.socket, outside: Outside, resolver: Resolver, budget: Budget, limit: int
+    ) -> None:
         self.policy = CLOSED
         self.refused = 0
         self._voice = voice
+        self._budget = budget
         self._listener = listener
         self._outside = outside
         self._resolver = resolver
@@ -84,6 +88,13 @@ class Egress:
         await accept_each(self._listener, self._places, self._begin)
 
     def _begin(self, client: socket.socket) -> None:
+        if not self._budget.take():
+            self.refused += 1
+            self._voice.say("egress refused", reason="this server has no descriptors to spare")
+            reset_on_close(client, True)
+            client.close()
+            self._places.release()
+            return
         connection = _Connection()
         task = self._connections[connection] = asyncio.create_task(self._serve(client, connection))
         task.add_done_callback(lambda _: self._end(client, connection))
@@ -91,6 +102,7 @@ class Egress:
     def _end(self, client: socket.socket, connection: _Connection) -> None:
         client.close()
         del self._connections[connection]
+        self._budget.give()
         self._places.release()
 
     async def _serve(self, client: socket.socket, connection: _Connection) -> None:

@@ -24,6 +24,7 @@ import structlog
 from sandyard.config import Settings
 from sandyard.errors import HostError, NotFound, SandboxError, SandyardError
 from sandyard.network import namespace
+from sandyard.network.budget import Budget
 from sandyard.network.datagrams import Datagrams
 from sandyard.network.egress import Egress
 from sandyard.network.engine import Engine
@@ -71,6 +72,7 @@ class Slots:
         self._layout = Layout(settings.paths.run.absolute(), settings.paths.state.absolute())
         self._plan = Plan(network.subnet, never)
         self._outside = Outside(never)
+        self._budget = Budget.of_process()
         self._resolver = resolver or Resolver([str(server) for server in network.resolvers])
         self._engine: Engine | None = None
         self._held: dict[str, _Held] = {}
@@ -196,7 +198,7 @@ class Slots:
 
     def counts(self) -> dict[str, int]:
         """For metrics: slots, spares, open connections and refused ones of the sandboxes that live."""
-        ways = [held.egress for held in self._held.values()]
+        ways = [held.egress for held in list(self._held.values())]  # another thread adds to it
         return {
             "slots": len(ways),
             "spares": len(self._spares),
@@ -231,10 +233,10 @@ class Slots:
 
     async def _open(self, slot: Slot, descriptor: int, listeners: Listeners, policy: Policy) -> None:
         voice, outside, resolver = Voice(slot.sandbox_id), self._outside, self._resolver
-        egress = Egress(voice, listeners.tcp, outside, resolver, self._settings.max_connections)
+        egress = Egress(voice, listeners.tcp, outside, resolver, self._budget, self._settings.max_connections)
         forwarder = Forwarder(voice, listeners.dns, listeners.dns_tcp, outside, resolver)
         # Here, not by who awaits this: that one may be cancelled, and has to find what to close.
-        datagrams = Datagrams(voice, descriptor, self._plan, outside)
+        datagrams = Datagrams(voice, descriptor, self._plan, outside, self._budget)
         held = self._held[slot.sandbox_id] = _Held(slot, descriptor, listeners, egress, forwarder, datagrams)
         await _replace(held, policy)
 

@@ -10,6 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sandyard.errors import SandboxDied
+from sandyard.network.runtime import NetworkedRuntime
 from sandyard.sandboxes import Sandbox, SandboxManager, State
 
 _BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -43,6 +44,9 @@ class _Places(Collector):
         }
         for name, value in figures.items():
             yield GaugeMetricFamily(f"sandyard_sandboxes_{name}", f"Sandboxes: {name}", value=value)
+        if isinstance(self._manager.runtime, NetworkedRuntime):
+            for name, value in self._manager.runtime.slots.counts().items():
+                yield GaugeMetricFamily(f"sandyard_network_{name}", f"Networks of sandboxes: {name}", value=value)
 
 
 class Metrics:
