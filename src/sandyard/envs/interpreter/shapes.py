@@ -90,7 +90,7 @@ WORDS: dict[str, str] = {
 
 _FUNCTIONS = (
     "abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format "
-    "frozenset hash hex int isinstance issubclass iter len list map max min next object oct ord pow range repr "
+    "frozenset hasattr hash hex int isinstance issubclass iter len list map max min next object oct ord pow range repr "
     "reversed round set slice sorted str sum tuple type zip print"
 )
 _NOT_RAISED = frozenset({"StopAsyncIteration", "GeneratorExit", "RecursionError", "MemoryError", "KeyboardInterrupt"})

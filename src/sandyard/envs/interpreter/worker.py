@@ -7,8 +7,10 @@ has neither: both are /dev/null by the time it runs.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -20,10 +22,12 @@ from sandyard.envs.interpreter.output import PrintedText
 from sandyard.errors import HostError
 
 STACK_BYTES = 256 << 20  # virtual: calls of the program are many calls of the interpreter
+_PR_SET_PDEATHSIG = 1
 _NEXT_SESSION = 75  # exit code of a session that was told to end
 
 
 def main() -> None:
+    _die_with_parent()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -54,6 +58,7 @@ def _fork_session(settings: Mapping[str, Any], requests: BinaryIO, answers: Bina
 
 
 def _session(settings: Mapping[str, Any], requests: BinaryIO, answers: BinaryIO) -> None:
+    _die_with_parent()
     memory = settings["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -62,6 +67,11 @@ def _session(settings: Mapping[str, Any], requests: BinaryIO, answers: BinaryIO)
     thread = threading.Thread(target=_serve, args=(settings, requests, answers))
     thread.start()
     thread.join()
+
+
+def _die_with_parent() -> None:
+    """A program without end must not outlive whoever would stop it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _serve(settings: Mapping[str, Any], requests: BinaryIO, answers: BinaryIO) -> None:
