@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Protocol, cast
 
-from sandyard.envs.backends import memory, sandbox
+from sandyard.envs.backends import interpreter, memory, sandbox
 from sandyard.envs.base import ToolSpec
 from sandyard.envs.toolenv import ToolEnv
 from sandyard.errors import ConfigError
@@ -30,7 +30,7 @@ class Backend(Protocol):
     describe: Callable[[], str]
 
 
-_MODULES: tuple[ModuleType, ...] = (sandbox, memory)
+_MODULES: tuple[ModuleType, ...] = (sandbox, memory, interpreter)
 
 
 def known_backends() -> list[str]:
