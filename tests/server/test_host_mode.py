@@ -104,8 +104,8 @@ def test_ports_answer_by_host_name_or_say_what_is_wrong(server: TlsServer) -> No
     server.agents[-1].ports[8000] = serve
     host = f"8000-{made['sandboxID']}.{made['domain']}"
     assert server.http.get(f"https://{host}/x").text == "hi"
-    assert f"host: {host}\r\n".encode() in heads[0]
-    assert b"x-forwarded-proto: https\r\n" in heads[0]
+    assert f"Host: {host}\r\n".encode() in heads[0]
+    assert b"X-Forwarded-Proto: https\r\n" in heads[0]
     closed = server.http.get(f"https://3000-{made['sandboxID']}.{made['domain']}/")
     assert (closed.status_code, closed.json()) == (
         502,

@@ -14,8 +14,8 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect as connect_websocket
 
-from sandyard.errors import BadRequest
-from sandyard.guest.base import ProcessSpec
+from sandyard.errors import AgentLinkError, BadRequest
+from sandyard.guest.base import ProcessSpec, WatchEvent
 from sandyard.guest.memory import MemoryAgent, MemoryProcess
 from sandyard.server import protocol
 from sandyard.server.app import BODY_LIMIT
@@ -357,3 +357,18 @@ def test_a_huge_command_is_not_kept_while_it_runs(box: Box) -> None:
     assert [process["config"] for process in listed] == [{"cmd": "sleep", "args": ["..."]}]
     tagged = frame(json.dumps({"process": {"cmd": "true"}, "tag": "t" * 1025}).encode())
     assert b"invalid_argument" in box.http.post("/process.Process/Start", content=tagged, headers=kind).content
+
+
+def test_a_watcher_that_is_lost_says_so_and_gives_its_place_back(server: LiveServer, box: Box) -> None:
+    rpc = "/filesystem.Filesystem"
+    made = box.http.post(f"{rpc}/CreateWatcher", json={"path": "/tmp"}).json()["watcherId"]
+    guest = server.app.data._guests[box.id]
+
+    def lost() -> list[WatchEvent]:
+        raise AgentLinkError("the agent closed the link")
+
+    guest.watchers.get(made).watch.pending = lost  # type: ignore[method-assign]
+    for says in ("the watcher was lost", "not found"):
+        reply = box.http.post(f"{rpc}/GetWatcherEvents", json={"watcherId": made})
+        assert (reply.status_code, reply.json()["code"]) == (404, "not_found")
+        assert says in reply.json()["message"]

@@ -98,8 +98,8 @@ def test_another_host_for_the_programs(server: LiveServer, box: Box) -> None:
     box.agent.ports[8000] = serve
     set_network(server, box, {"maskRequestHost": "inside.example:${PORT}"})
     box.http.get("/", headers=box.port(8000) | {"Host": "outside.example"})
-    assert b"\r\nhost: inside.example:8000\r\n" in heads[0]
-    assert b"\r\nx-forwarded-host: outside.example\r\n" in heads[0]
+    assert b"\r\nHost: inside.example:8000\r\n" in heads[0]
+    assert b"\r\nX-Forwarded-Host: outside.example\r\n" in heads[0]
     assert handshake(server, box, 8000)[0] == 502
     assert b"\r\nHost: inside.example:8000\r\n" in heads[1]
 

@@ -93,10 +93,11 @@ async def _send_request(scope: Scope, receive: Receive, stream: PortStream, mask
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
     head = [scope["method"].encode() + b" " + target + b" HTTP/1.1"]
-    head += [name + b": " + value for name, value in passed_headers(scope, mask)]
-    head.append(b"connection: close")
+    # In the spelling that people use: there are programs that look for just that.
+    head += [name.title() + b": " + value for name, value in passed_headers(scope, mask)]
+    head.append(b"Connection: close")
     if chunked:
-        head.append(b"transfer-encoding: chunked")
+        head.append(b"Transfer-Encoding: chunked")
     await stream.write(b"\r\n".join(head) + b"\r\n\r\n")
     more = True
     while more:

@@ -74,7 +74,7 @@ class _Inside:
         request: Request = self.protocol.connect()
         for name, value in passed_headers(scope):
             if name not in _OWN:
-                request.headers[name.decode("latin-1")] = value.decode("latin-1")
+                request.headers[name.title().decode("latin-1")] = value.decode("latin-1")
         self.protocol.send_request(request)
         await self.flush()
         event = await self._event()

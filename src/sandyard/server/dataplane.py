@@ -87,7 +87,9 @@ class DataPlane:
             await refuse(send, status, message, fields, sandboxId=sandbox_id, **extra)
             return
         if (refusal := self._gate.refusal(sandbox, port, scope, headers)) is not None:
-            await refuse(send, *refusal, sandboxId=sandbox_id)
+            status, message = refusal
+            extra = {} if port == ENVD_PORT else {"sandboxId": sandbox_id}
+            await refuse(send, status, message, (), **extra)
             return
         sandbox.touch()
         sandbox.streams += 1

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest.base import ExitStatus, Process, ProcessSpec, PtySize
+from sandyard.guest.shell import spawn_shell
 from sandyard.sandboxes.log import Level, SandboxLog
 from sandyard.server.envd.call import Aborted, Call, unknown_user
 from sandyard.server.envd.connect import Message, RpcError, flag, frame, number, record, text
@@ -144,16 +145,15 @@ async def _spawn(call: Call, config: Message, message: Message) -> Session:
         raise RpcError("invalid_argument", f"tag is longer than {TAG_LIMIT} characters")
     user = call.user_name()
     try:
-        process = await call.sandbox.agent.spawn(
-            ProcessSpec(
-                argv=[command, *_strings(config, "args")],
-                env=_environment(call, config),
-                cwd=await _cwd(call, text(config, "cwd")),
-                user=user,
-                stdin=flag(message, "stdin", True),
-                pty=_pty(record(message, "pty")) if message.get("pty") else None,
-            )
+        spec = ProcessSpec(
+            argv=[command, *_strings(config, "args")],
+            env=_environment(call, config),
+            cwd=await _cwd(call, text(config, "cwd")),
+            user=user,
+            stdin=flag(message, "stdin", True),
+            pty=_pty(record(message, "pty")) if message.get("pty") else None,
         )
+        process = await spawn_shell(call.sandbox.agent, spec)
     except GuestError as error:
         raise _spawn_error(error, user, command) from error
     on_exit = _logged(call.sandbox.log, process, user)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import posixpath
 
-from sandyard.errors import GuestError, GuestErrorCode
+from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest.base import Watch, WatchEvent
 from sandyard.server.envd.call import Aborted, Call
 from sandyard.server.envd.connect import Message, RpcError, end_frame, flag, frame, rpc_error, text
@@ -62,7 +62,12 @@ async def create_watcher(call: Call, message: Message) -> Message:
 async def get_watcher_events(call: Call, message: Message) -> Message:
     watcher = call.guest.watchers.get(_watcher_id(message))
     await call.sandbox.agent.hello()  # whatever happened before this call has arrived with the answer
-    return {"events": [await _describe(call, watcher, event) for event in watcher.watch.pending()]}
+    try:
+        events = watcher.watch.pending()
+    except AgentLinkError as error:  # it watched over an earlier link
+        call.guest.watchers.pop(_watcher_id(message))
+        raise RpcError("not_found", f"the watcher was lost: {error}") from error
+    return {"events": [await _describe(call, watcher, event) for event in events]}
 
 
 async def remove_watcher(call: Call, message: Message) -> Message:
