@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.compat.outcomes import Outcomes, count, failing, of_vitest, passing
 from tests.compat.report import Row
 from tests.compat.servers import Target, by_host_name, by_url
+from tests.compat.ubuntu import ubuntu_registry
 from tests.compat.workshop import WORKERS, Workshop
 
 PART = "js"
@@ -21,7 +22,7 @@ def run(shop: Workshop) -> list[Row]:
         install = ["pnpm", "install", "--frozen-lockfile", "--filter", "e2b", "--ignore-scripts"]
         shop.run("js-install", install, cwd=checkout, env=node)
     offline = _offline(shop, checkout, node)
-    with by_url() as target:
+    with ubuntu_registry(shop) as images, by_url(images) as target:
         live = _vitest(shop, checkout, node, target, "by-url")
     with by_host_name() as target:
         named = _vitest(shop, checkout, node, target, "by-host-name")

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.compat.outcomes import Outcomes, count, failing, of_pytest, passing
 from tests.compat.report import Row
 from tests.compat.servers import Target, by_host_name, by_url
+from tests.compat.ubuntu import ubuntu_registry
 from tests.compat.workshop import WORKERS, Workshop
 
 PART = "python"
@@ -31,7 +32,7 @@ def run(shop: Workshop) -> list[Row]:
     suite = shop.copy_of_checkout() / "packages/python-sdk"
     python = shop.venv("python-suite", [str(suite), *_PLUGINS])
     offline = _offline(shop, suite, python)
-    with by_url() as target:
+    with ubuntu_registry(shop) as images, by_url(images) as target:
         left_out = [NEEDS_HOST_NAMES] + ([] if shop.internet else [NEEDS_INTERNET])
         live = _pytest(shop, suite, python, target, "by-url", f"not ({' or '.join(left_out)})")
     with by_host_name() as target:

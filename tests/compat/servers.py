@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from sandyard.config import ImageSettings
 from sandyard.server.embedded import EmbeddedServer
 from tests.compat.names import name_server, with_names
 from tests.yard import node_home, node_settings
@@ -28,22 +29,12 @@ class Target:
         return with_names(plain, self.names, self.home) if self.names else plain
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """Settings of the server beside the defaults: of `[sandbox]`, and its warm pool."""
-
-    sandbox: Mapping[str, object] = field(default_factory=dict)
-    low: int = 2
-    high: int = 64
-
-
 @contextmanager
-def by_url(wishes: Wishes | None = None) -> Iterator[Target]:
-    """The server is found by `E2B_API_URL` and `E2B_SANDBOX_URL`."""
-    wishes = wishes or Wishes()
+def by_url(images: ImageSettings | None = None) -> Iterator[Target]:
+    """The server is found by `E2B_API_URL` and `E2B_SANDBOX_URL`. `images`: where it pulls from."""
     with node_home() as home:
-        settings = node_settings(home, low=wishes.low, high=wishes.high, **wishes.sandbox)
-        with EmbeddedServer(settings) as server:
+        settings = node_settings(home, low=2, high=64)
+        with EmbeddedServer(settings.model_copy(update={"images": images or ImageSettings()})) as server:
             yield Target(server.environment(), home)
 
 
