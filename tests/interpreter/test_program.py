@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def test_what_runs_for_a_client_that_left_is_interrupted(interpreter: Interprete
     interpreter.run("true" if language == "bash" else "kept = 1", language=language)
     began = time.monotonic()
     leave(interpreter, code, language=language, env_vars={"FOO": "x"})
-    after = "echo ${FOO:-none}" if language == "bash" else "print(os.environ.get('FOO', 'none'), kept)"
+    after = "echo ${FOO:-none}" if language == "bash" else "import os; print(os.environ.get('FOO', 'none'), kept)"
     assert interpreter.text(after, language=language) in ("none\n", "none 1\n")
     assert time.monotonic() - began < 5
 
@@ -254,7 +255,9 @@ def test_a_kernel_that_does_not_heed_interrupts_is_replaced(interpreter: Interpr
 
 def test_a_kernel_that_dies_says_so_and_is_replaced(interpreter: Interpreter) -> None:
     context = interpreter.context()["id"]
-    said = interpreter.run("import os\nprint('last words', flush=True)\nos._exit(3)", context_id=context)
+    said = interpreter.run(
+        "import os, time\nprint('last words', flush=True)\ntime.sleep(0.5)\nos._exit(3)", context_id=context
+    )
     assert [item["text"] for item in said if item["type"] == "stdout"] == ["last words\n"]
     error = said[-1]
     assert error["name"] == "KernelDied"
@@ -264,6 +267,7 @@ def test_a_kernel_that_dies_says_so_and_is_replaced(interpreter: Interpreter) ->
     assert "killed by SIGKILL; the sandbox may have run out of memory" in error["value"]
     pid = int(interpreter.text("import os; print(os.getpid())", context_id=context))
     os.kill(pid, signal.SIGKILL)  # while nothing runs: the next execution tells
+    until(lambda: not Path(f"/proc/{pid}").exists())
     time.sleep(0.2)
     said = interpreter.run("2", context_id=context)
     assert "what it knew is gone" in said[0]["text"]
@@ -285,6 +289,7 @@ def test_output_without_end_is_cut(interpreter: Interpreter) -> None:
 def test_many_small_displays_all_arrive(interpreter: Interpreter) -> None:
     said = interpreter.run("for i in range(3000): display(i)")
     assert [item["text"] for item in said if item["type"] == "result"] == [str(i) for i in range(3000)]
+    assert interpreter.text("seq 1 3000", language="bash") == "".join(f"{i}\n" for i in range(1, 3001))
 
 
 def test_background_output_of_an_earlier_execution_is_nobody_elses(interpreter: Interpreter) -> None:
@@ -319,7 +324,11 @@ def test_kernels_end_with_the_server(tmp_path: Path) -> None:
         assert server.stdout is not None
         pid = int(server.stdout.readline())
         server.kill()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline, "the kernel outlived its server"
-        time.sleep(0.05)
+    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import zmq.asyncio
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.connect import write_connection_file
 
@@ -24,7 +26,8 @@ START_SECONDS = 60.0
 START_TRIES = 3
 SILENT_SECONDS = 20.0
 QUIET_SECONDS = 2.0  # how long after its reply a kernel may still say what belongs to it
-LAST_WORDS_SECONDS = 0.2  # how long what a kernel said before its death may take to arrive
+MESSAGES = 100_000  # that wait to be heard; beyond the 1,000 that ZeroMQ keeps by itself it drops them
+LAST_WORDS_SECONDS = 0.5  # how long what a kernel said before its death may take to arrive
 KERNELS_FIRST = 300  # added to the kernel's badness, so that memory running out ends it, not the server
 
 Message = dict[str, Any]
@@ -50,7 +53,8 @@ class Kernel:
         self.language = language
         self.process = process
         self._connection = connection
-        self._client = AsyncKernelClient()
+        self._client = AsyncKernelClient(context=_context())
+        self._heard = 0  # messages, whatever they are about
         self._exit = asyncio.ensure_future(process.wait())
 
     @classmethod
@@ -81,18 +85,16 @@ class Kernel:
 
         Raises `KernelDied`. `on_message` must not wait."""
         asked = self._client.execute(code, silent=silent, allow_stdin=False, stop_on_error=False)
-        listening = asyncio.ensure_future(self._listen(asked, asked, on_message))
-        replying = asyncio.ensure_future(self._reply(asked))
+        listening = asyncio.create_task(self._listen(asked, asked, on_message))
+        replying = asyncio.create_task(self._reply(asked))
         try:
             try:
                 await self._first(replying)
             except KernelDied:
                 await asyncio.wait((listening,), timeout=LAST_WORDS_SECONDS)
                 raise
-            with contextlib.suppress(TimeoutError):  # the last messages may have been lost in a flood
-                async with asyncio.timeout(QUIET_SECONDS):
-                    await self._first(listening)
-                    await self._settle(asked, on_message)
+            await self._until_quiet(listening)
+            await self._settle(asked, on_message)
             return replying.result()
         finally:
             for task in (listening, replying):
@@ -159,6 +161,7 @@ class Kernel:
         heard = 0
         while True:
             message = await self._client.get_iopub_msg(timeout=None)
+            self._heard += 1
             about = message["parent_header"].get("msg_id")
             if about == asked:
                 heard += 1
@@ -172,6 +175,15 @@ class Kernel:
         while heard:
             listening = asyncio.ensure_future(self._listen(asked, self._client.kernel_info(), on_message))
             heard = await self._first(listening)
+
+    async def _until_quiet(self, listening: asyncio.Task[int]) -> None:
+        """Wait for the end of `listening`, or until nothing is heard: the last message may be lost in a flood."""
+        while not listening.done():
+            before = self._heard
+            await asyncio.wait((listening, self._exit), timeout=QUIET_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if self._heard == before:
+                return
+        listening.result()
 
     async def _reply(self, asked: str) -> Message:
         while True:
@@ -195,6 +207,13 @@ class Kernel:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+
+@functools.cache
+def _context() -> zmq.asyncio.Context:
+    context = zmq.asyncio.Context()
+    context.rcvhwm = MESSAGES
+    return context
 
 
 def _die_with_parent() -> None:

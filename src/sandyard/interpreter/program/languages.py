@@ -56,11 +56,11 @@ def available() -> list[str]:
 
 
 def _python_argv(connection: str) -> Sequence[str]:
-    return [sys.executable, str(_HERE / "python_kernel.py"), "-f", connection]
+    return [sys.executable, str(_HERE / "launch_kernel.py"), "python", "-f", connection]
 
 
 def _bash_argv(connection: str) -> Sequence[str]:
-    return [sys.executable, str(_HERE / "shell_kernel.py"), "-f", connection]
+    return [sys.executable, str(_HERE / "launch_kernel.py"), "bash", "-f", connection]
 
 
 def _deno_argv(connection: str) -> Sequence[str]:
