@@ -56,7 +56,7 @@ def test_a_fresh_sandbox_runs_code_within_seconds(server: EmbeddedServer) -> Non
     began = time.monotonic()
     with Sandbox.create(timeout=60) as fresh:
         assert fresh.run_code("x = 20; x + 1").text == "21"
-        assert time.monotonic() - began < 10  # 1 s on an idle machine
+        assert time.monotonic() - began < 20  # 1 s on an idle machine
 
 
 def test_output_results_and_errors(box: Sandbox) -> None:
@@ -163,7 +163,7 @@ def test_a_client_that_gives_up_frees_the_kernel(box: Sandbox) -> None:
         box.run_code("import time; time.sleep(300)", timeout=2)
     began = time.monotonic()
     assert box.run_code("kept", timeout=20).text == "1"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
 
 
 def test_a_server_that_was_killed_comes_back(server: EmbeddedServer) -> None:
@@ -205,7 +205,7 @@ async def test_executions_side_by_side(async_box: AsyncSandbox) -> None:
         *(async_box.run_code(code.format(n), context=context) for n, context in enumerate(contexts)),
         *(async_box.run_code(f"n = {n}; n") for n in range(3)),
     )
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     assert [execution.text for execution in executions] == ["0", "1", "2", "0", "1", "2"]
     for n, execution in enumerate(executions[:3]):
         assert "".join(execution.logs.stdout) == f"{n}\n" * 5
