@@ -97,7 +97,7 @@ def box(server: LiveServer, api: httpx.Client) -> Iterator[Box]:
 
 
 def cold(api: httpx.Client, **body: object) -> httpx.Response:
-    return api.post("/sandboxes-cold", json={"image": "base", "autoPause": False, **body})
+    return api.post("/sandboxes-cold", json={"image": "base", **body})
 
 
 def test_a_cold_start_has_the_size_that_was_asked_for(api: httpx.Client) -> None:
@@ -109,6 +109,7 @@ def test_a_cold_start_has_the_size_that_was_asked_for(api: httpx.Client) -> None
     info = api.get(f"/sandboxes/{made['sandboxID']}").json()
     assert (info["cpuCount"], info["memoryMB"], info["diskSizeMB"]) == (2, 128, 2048)
     assert (info["metadata"], info["alias"]) == ({"a": "b"}, "base")
+    assert info["lifecycle"]["onTimeout"] == "pause"  # as AgentENV has it
     usual = api.get(f"/sandboxes/{cold(api, secure=True).json()['sandboxID']}").json()
     assert (usual["memoryMB"], bool(usual["envdAccessToken"])) == (512, True)
 
@@ -206,9 +207,25 @@ def test_an_answer_that_never_begins_is_a_504(box: Box, server: LiveServer, monk
 
 def test_a_websocket_through_the_proxy_is_refused_like_a_request(box: Box, server: LiveServer) -> None:
     url = server.url.replace("http", "ws") + "/proxy/chat"
-    for headers in ({}, {"x-agentenv-sandbox-id": box.id, "x-agentenv-target-port": "81"}):
-        with pytest.raises(InvalidStatus):
+    for headers, status in (({}, 400), ({"x-agentenv-sandbox-id": box.id, "x-agentenv-target-port": "81"}, 502)):
+        with pytest.raises(InvalidStatus) as refused:
             connect_websocket(url, additional_headers=headers)
+        response = refused.value.response
+        assert (response.status_code, json.loads(response.body)["code"]) == (status, status)
+
+
+def test_a_paused_sandbox_is_gone_for_the_proxy_unless_traffic_resumes_it(
+    server: LiveServer, api: httpx.Client
+) -> None:
+    for auto_resume, status in ((False, 410), (True, 502)):
+        body = {"templateID": "base", "autoPause": True, "autoResume": {"enabled": auto_resume}, "timeout": 60}
+        made = api.post("/sandboxes", json=body).json()["sandboxID"]
+        assert api.post(f"/sandboxes/{made}/pause").status_code == 204
+        headers = {"x-agentenv-sandbox-id": made, "x-agentenv-target-port": "8080"}
+        reply = httpx.get(f"{server.url}/proxy/", headers=headers)
+        assert (reply.status_code, reply.json()["code"]) == (status, status)
+        state = api.get(f"/sandboxes/{made}").json()["state"]
+        assert state == ("running" if auto_resume else "paused")
 
 
 def test_a_host_name_wins_over_the_proxy_s_path(tmp_path: Path) -> None:
@@ -289,13 +306,36 @@ def test_a_patch_that_is_refused_changes_nothing_and_a_stop_never_fails(
         recorder.status["patch-params"] = 422
         assert api.patch(path, json={}).status_code == 400
         recorder.status["patch-params"] = 200
-        for answer in (b"[]", b"{}", b"[" * 100_000, b'{"customExtensionParams": 3}'):
+        untellable = b'{"customExtensionParams": {"a": NaN}}', b'{"customExtensionParams": {"a": "\\ud800"}}'
+        for answer in (b"[]", b"{}", b"[" * 100_000, b'{"customExtensionParams": 3}', *untellable):
             recorder.body["patch-params"] = answer
             assert api.patch(path, json={}).status_code == 400
         assert api.patch(path, json=[1]).status_code == 400
+        half = b'{"templateID": "base", "customExtensionParams": {"a": "\\ud800"}}'
+        kind = {"content-type": "application/json"}
+        assert api.post("/sandboxes", content=half, headers=kind).status_code == 400
         assert api.get(path).json() == {"vpn": 1}
         recorder.status["stop"] = 500
         assert api.delete(f"/sandboxes/{made['sandboxID']}").status_code == 204
+
+
+def test_a_pause_is_a_stop_and_a_resume_is_a_start_of_a_new_instance(extended: LiveServer, recorder: Recorder) -> None:
+    with extended.client() as api:
+        made = api.post("/v2/sandboxes", json={"templateID": "base", "customExtensionParams": {"vpn": 1}}).json()
+        path = f"/sandboxes/{made['sandboxID']}"
+        assert api.post(f"{path}/pause").status_code == 204
+        recorder.wait(2)
+        recorder.status["start-resume"] = 503
+        assert api.post(f"{path}/connect", json={"timeout": 60}).status_code == 500
+        assert api.get(path).json()["state"] == "paused"
+        recorder.status["start-resume"] = 200
+        assert api.post(f"{path}/connect", json={"timeout": 60}).status_code == 201
+        assert api.delete(path).status_code == 204
+    recorder.wait(5)
+    assert recorder.hooks() == ["start-fresh", "stop", "start-resume", "start-resume", "stop"]
+    instances = [body["sandboxInstanceId"] for _, body in recorder.calls]
+    assert instances[0] == instances[1] != instances[3] == instances[4]
+    assert recorder.calls[3][1]["customExtensionParams"] == {"vpn": 1}
 
 
 def test_parameters_are_recorded_with_the_sandbox(tmp_path: Path, recorder: Recorder) -> None:

@@ -25,12 +25,12 @@ from starlette.types import Message, Receive, Scope, Send
 from sandyard.errors import NotFound, SandboxDied
 from sandyard.sandboxes import SandboxManager
 from sandyard.server.dataplane import ENVD_PORT, DataPlane
+from sandyard.server.ports import NO_RETRY, refuse_websocket
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.web import decimal, headers_of, respond_error
 
 PREFIX = b"/proxy"
 ANSWER_SECONDS = 300.0
-NO_RETRY = (b"should-retry", b"false")
 _ID, _PORT = (b"x-agentenv-sandbox-id", b"e2b-sandbox-id"), (b"x-agentenv-target-port", b"e2b-sandbox-port")
 _ROUTING = {*_ID, *_PORT}
 _OURS = {b"x-forwarded-host", b"x-forwarded-proto", b"x-forwarded-method", b"x-forwarded-uri"}
@@ -62,7 +62,7 @@ class AgentEnvProxy:
         try:
             sandbox_id, port = self._target(scope)
         except _Refused as refusal:
-            await _refuse(scope, receive, send, refusal)
+            await _refuse(scope, send, refusal)
             return
         inner = _inner(scope)
         if scope["type"] == "websocket":
@@ -134,10 +134,9 @@ async def _in_time(data: DataPlane, scope: Scope, receive: Receive, send: Send, 
         await respond_error(send, 504, message, [NO_RETRY], sandboxId=sandbox_id, port=port)
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, refusal: _Refused) -> None:
+async def _refuse(scope: Scope, send: Send, refusal: _Refused) -> None:
     if scope["type"] == "websocket":
-        await receive()  # websocket.connect
-        await send({"type": "websocket.close", "code": 1014, "reason": str(refusal)[:120]})
+        await refuse_websocket(send, refusal.status, str(refusal), [NO_RETRY])
     else:
         await respond_error(send, refusal.status, str(refusal), [NO_RETRY])
 

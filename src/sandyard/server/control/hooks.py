@@ -88,7 +88,7 @@ class Hooks:
         params = answer.get("customExtensionParams")
         if not isinstance(params, dict):
             raise BadRequest("the parameters stay as they were: the extension answered without customExtensionParams")
-        return params
+        return _tellable(params)
 
     async def close(self) -> None:
         await asyncio.gather(*self._stops)
@@ -123,10 +123,19 @@ def params_of(sandbox: Sandbox) -> dict[str, Any]:
 
 
 def checked_params(params: Mapping[str, Any], hooks: Hooks | None) -> dict[str, Any]:
-    """What a new sandbox keeps of them. Raises `Unsupported` where no extension would read them."""
+    """What a new sandbox keeps of them. Raises `BadRequest`, and `Unsupported` where no extension would read them."""
     if params and hooks is None:
         raise Unsupported("customExtensionParams: this node has no extension", remedy="set extension.url")
-    return {PARAMS: dict(params)} if params else {}
+    return {PARAMS: _tellable(params)} if params else {}
+
+
+def _tellable(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters that an answer can hold. Python reads more as JSON than JSON is. Raises `BadRequest`."""
+    try:
+        json.dumps(params, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"customExtensionParams: not JSON: {error}", field="customExtensionParams") from error
+    return dict(params)
 
 
 def _who(sandbox_id: str, instance: str) -> dict[str, Any]:
