@@ -61,7 +61,7 @@ def _rows(offline: Outcomes, by_url: Outcomes, by_name: Outcomes) -> list[Row]:
     live = failing(offline)
     here, named = passing(by_url) & live, passing(by_name) & live
     skipped = f"{count(offline, 'skipped')} skipped by the suite"
-    left = [f"{name}: {by_url[name].why.partition(chr(10))[0][:160]}" for name in sorted(live - here - named)]
+    left = [f"{name}: {by_url[name].headline}" for name in sorted(live - here - named)]
     return [
         Row(PART, "own suite, no server", count(offline, "passed"), len(offline) - len(live), note=skipped),
         Row(PART, "own suite, by URL", len(here), len(live), BAR),

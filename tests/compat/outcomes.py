@@ -15,7 +15,13 @@ End = Literal["passed", "failed", "skipped"]
 @dataclass(frozen=True, slots=True)
 class Outcome:
     end: End
-    why: str = ""  # of a failure: its first lines
+    why: str = ""  # of a failure: all that the suite says
+
+    @property
+    def headline(self) -> str:
+        """The first line that says something."""
+        lines = (line.strip() for line in self.why.splitlines())
+        return next((line for line in lines if line and not line.startswith("at ")), "")[:160]
 
 
 Outcomes = Mapping[str, Outcome]

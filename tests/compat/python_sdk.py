@@ -79,15 +79,11 @@ def _live_rows(live: set[str], outcomes: Outcomes, named: Outcomes) -> list[Row]
     registry = {name for name in failing(outcomes) & live if "registry" in outcomes[name].why}
     note = f"{len(registry)} need an image registry" if registry else ""
     # Some tests that need no server expect E2B_SANDBOX_URL to be unset: they say nothing about ours.
-    left = [f"{name}: {_first_line(outcomes[name].why)}" for name in sorted(failing(outcomes) & live - there)]
-    left_named = [f"{name}: {_first_line(named[name].why)}" for name in sorted(failing(named))]
+    left = [f"{name}: {outcomes[name].headline}" for name in sorted(failing(outcomes) & live - there)]
+    left_named = [f"{name}: {named[name].headline}" for name in sorted(failing(named))]
     bar = len(live) - LEFT_OUT_MOST
     return [
         Row(PART, "own suite, by URL", len(here), len(live), bar, note, left),
         Row(PART, "own suite, by host name", len(there), len(set(named) & live), BY_HOST_NAME, left=left_named),
         Row(PART, "own suite, by either", len(here | there), len(live)),
     ]
-
-
-def _first_line(why: str) -> str:
-    return why.partition("\n")[0][:160]

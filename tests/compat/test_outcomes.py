@@ -23,20 +23,20 @@ def test_junit(tmp_path: Path) -> None:
     outcomes = of_pytest(report)
     assert passing(outcomes) == {"tests.a::good"}
     assert failing(outcomes) == {"tests.a::bad", "tests.a::good_but_not_at_its_end"}
-    assert (count(outcomes, "skipped"), outcomes["tests.a::bad"].why) == (1, "no\nwhy")
+    assert (count(outcomes, "skipped"), outcomes["tests.a::bad"].headline) == (1, "no")
 
 
 def test_vitest(tmp_path: Path) -> None:
     cases = [
         {"status": "passed", "fullName": "reads"},
-        {"status": "failed", "fullName": "writes", "failureMessages": ["no", "really"]},
+        {"status": "failed", "fullName": "writes", "failureMessages": ["  at once", "no", "really"]},
         {"status": "pending", "fullName": "waits"},
     ]
     report = tmp_path / "report.json"
     report.write_text(json.dumps({"testResults": [{"name": f"{tmp_path}/tests/a.test.ts", "assertionResults": cases}]}))
     outcomes = of_vitest(report, tmp_path)
     assert passing(outcomes) == {"tests/a.test.ts::reads"}
-    assert outcomes["tests/a.test.ts::writes"].why == "no\nreally"
+    assert outcomes["tests/a.test.ts::writes"].headline == "no"
     assert count(outcomes, "skipped") == 1
 
 
