@@ -56,6 +56,9 @@ async def test_a_name_taken_again_gets_the_newest_state(open_yard: OpenYard, wan
         assert await read(await yard.create(wanted("state")), "/file") == b"two"
         assert {s.id for s in yard.copying.all("t")} == {"state:default", "state:v1"}
         assert yard.copying.get("t", "state:v1").names == ["state:v1"]
+        assert len(yard.catalog.find("state", "t").builds) == 2
+        await yard.copying.snapshot(source, "state")
+        assert len(yard.catalog.find("state", "t").builds) == 2  # what no tag names is dropped
         both = await asyncio.gather(yard.copying.snapshot(source, "new:a"), yard.copying.snapshot(source, "new:b"))
         assert both[0].template is both[1].template
 
@@ -153,6 +156,25 @@ async def test_what_the_runtime_cannot_is_refused_before_anything_happens(open_y
             with pytest.raises(Unsupported):
                 await work
         assert layers(yard) == 0
+
+
+async def test_half_a_snapshot_is_dropped_at_the_next_start(
+    open_yard: OpenYard, wanted: Wanted, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server is killed between the records of one."""
+    monkeypatch.setattr("sandyard.sandboxes.manager.COLLECT_SECONDS", 0.01)
+    runtime = MemoryRuntime()
+    async with open_yard(runtime) as yard:
+        source = await yard.create(wanted())
+        whole = await yard.copying.snapshot(source, "whole")
+        half, empty = await yard.copying.snapshot(source, "half"), await yard.copying.snapshot(source, "empty")
+        await yard.catalog.drop_tags(half.template, ["default"])
+        await yard.catalog.drop_build(empty.template, empty.build.id)
+    async with open_yard(runtime) as yard:
+        assert [template.name for template in yard.catalog.all("t") if template.kind == "snapshot"] == ["whole"]
+        yard.collect_soon()
+        await until(lambda: layers(yard) == 1)
+        assert yard.copying.get("t", whole.id).build.rootfs == whole.build.rootfs
 
 
 async def test_depth_has_a_limit(open_yard: OpenYard, wanted: Wanted) -> None:

@@ -61,9 +61,19 @@ class Copying:
         if not runtime.capabilities.file_snapshot:
             raise Unsupported(f"runtime {runtime.name} cannot snapshot a sandbox")
 
+    async def load(self) -> None:
+        """After a restart: what a snapshot had come to that nobody was told of is dropped."""
+        catalog = self._manager.catalog
+        for template in [template for template in catalog.all() if template.kind == KIND]:
+            named = {build_id for build_id, _ in template.tags.values()}
+            for build_id in template.builds.keys() - named:
+                await catalog.drop_build(template, build_id)
+            if not template.builds:
+                await catalog.delete(template)
+
     async def snapshot(self, sandbox: Sandbox, name: str | None = None) -> Snapshot:
         """Keep the files of a sandbox, running or paused, for others to start from. A `name` that is a snapshot's
-        already gets this state as its newest.
+        already gets this state in place of the one that had the tag.
 
         Raises `BadRequest` (name), `Conflict` (the name is a template's), `Unsupported`, `SandboxError`."""
         manager = self._manager
@@ -79,12 +89,15 @@ class Copying:
                 )
             try:
                 build = await manager.catalog.put_build(_build(sandbox, template, rootfs, size))
+                replaced = template.build(tag)
                 await manager.catalog.set_tags(template, build.id, [tag])
             except BaseException:
                 if not template.tags:
                     with contextlib.suppress(SandyardError):  # the failure before it is the one to tell
                         await manager.catalog.delete(template)
                 raise
+            if replaced is not None:
+                await self._drop_untagged(template, replaced)
         made = Snapshot(template, tag, build)
         sandbox.log.append(
             f"snapshot {made.id}", seconds=f"{time.monotonic() - began:.3f}", bytes=str(size), build=build.id
@@ -136,6 +149,13 @@ class Copying:
         rootfs = sandbox.instance.spec.rootfs
         size = await sandbox.instance.commit(path)
         return replace(rootfs, layers=[path, *rootfs.layers]), size
+
+    async def _drop_untagged(self, template: Template, build: Build) -> None:
+        """A state that no tag names any more is nobody's; sandboxes that stand on it keep its layers."""
+        if all(named != build.id for named, _ in template.tags.values()):
+            await self._manager.catalog.drop_build(template, build.id)
+            await self._manager.pool.drop([build.id])
+            self._manager.collect_soon()
 
     def _known(self, tenant: str, names: Sequence[str]) -> Template | None:
         for name in names:

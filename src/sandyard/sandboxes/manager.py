@@ -113,6 +113,7 @@ class SandboxManager:
         await self.graveyard.load(time.time())
         await self.leases.load()
         await self.catalog.load()
+        await self.copying.load()
         for sandbox in await recover(self):
             if sandbox.placed:
                 self.admission.hold(sandbox.resources)

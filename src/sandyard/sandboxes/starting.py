@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sandyard.errors import CreateFailed, GuestError, SandyardError
 from sandyard.guest.base import Channel, ExitStatus, Process, ProcessSpec
+from sandyard.guest.shell import BASH, spawn_shell
 from sandyard.runtimes.base import Instance, Rootfs
 from sandyard.sandboxes.log import LINE_BYTES, Level, SandboxLog
 
@@ -122,8 +123,8 @@ def _check_start(following: asyncio.Task[ExitStatus]) -> None:
 
 async def _spawn(instance: Instance, line: str) -> Process:
     rootfs: Rootfs = instance.spec.rootfs
-    argv = ["/bin/bash", "-l", "-c", line]
-    return await instance.agent.spawn(ProcessSpec(argv, rootfs.env, rootfs.workdir, rootfs.user or USER))
+    argv = [BASH, "-l", "-c", line]
+    return await spawn_shell(instance.agent, ProcessSpec(argv, rootfs.env, rootfs.workdir, rootfs.user or USER))
 
 
 async def _poll(instance: Instance, ready: str) -> None:
