@@ -212,6 +212,15 @@ async def test_a_start_command_is_tried_until_it_is_ready(site: Site) -> None:
     assert site.words.of("finalize") == ["START sleep 31", "ready"]
 
 
+async def test_a_start_command_that_is_over_is_not_waited_for(site: Site) -> None:
+    for said in (["START note 1", "noted", "the start command is over"], ["CACHED START"]):
+        built = await site.build(start_cmd="note 1", ready_cmd="sleep 20")
+        assert (built.start_cmd, built.ready_cmd) == ("note 1", None)
+        assert site.words.of("finalize") == said
+    built = await site.build(start_cmd="note 1", ready_cmd="true")
+    assert built.ready_cmd == "true"
+
+
 @pytest.mark.parametrize(
     ("start", "ready", "words"),
     [

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from e2b import Sandbox, Template
+from e2b import BuildException, Sandbox, Template
 
 from sandyard.config import Settings
 from sandyard.images.base import build_base
 from sandyard.runtimes.container import ContainerRuntime
 from sandyard.server.embedded import EmbeddedServer
+from tests.images import oci
 from tests.yard import leftovers, node_home, node_settings
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
@@ -74,6 +77,39 @@ def test_a_chain_of_templates(settings: Settings, monkeypatch: pytest.MonkeyPatc
         httpx.delete(f"{server.url}/templates/first", headers={"X-API-Key": server.api_key}).raise_for_status()
         box = Sandbox.create("second:v1", timeout=60)  # its layers stay while it needs them
         assert box.commands.run("cat who").stdout == "first\nmore\n"
+
+
+@pytest.mark.skipif(not oci.have_registry(), reason="docker-registry is not installed")
+def test_an_image_is_pulled_with_the_credentials_of_the_build(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = shutil.which("busybox")
+    if program is None:
+        pytest.skip("needs a static BusyBox: apt-get install busybox-static")
+    applets = [oci.Entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox") for name in ("sh", "cat", "id", "env")]
+    busybox = oci.Entry("bin/busybox", Path(program).read_bytes(), mode=0o755)
+    made = oci.image(
+        [oci.layer(oci.folder("bin"), busybox, *applets), oci.layer(oci.folder("tmp", 0o777))],
+        Env=["PATH=/bin", "FROM_IMAGE=yes"],
+        User="nobody",
+    )
+    with oci.running_registry(tmp_path / "registry", password=True) as registry, EmbeddedServer(settings) as server:
+        registry.push("team/tool", made, "v1")
+        sdk(server, monkeypatch)
+        name = f"{registry.address}/team/tool:v1"
+        template = Template().from_image(name, username=oci.USER, password=oci.PASSWORD).run_cmd("id -un > ~/who")
+        said: list[str] = []
+        Template.build(template, "tool", memory_mb=256, on_build_logs=lambda entry: said.append(entry.message))
+        assert any(f"FROM {name} (sha256:" in line for line in said)
+        box = Sandbox.create("tool", timeout=60)
+        assert box.commands.run("cat ~/who; echo $FROM_IMAGE; id -un").stdout.split() == ["user", "yes", "user"]
+        Template.build(template, "tool", memory_mb=256, on_build_logs=lambda entry: said.append(entry.message))
+        assert "CACHED [1/1] RUN id -un > ~/who" in said
+        for wrong in (Template().from_image(name), Template().from_image(name, username="x", password="y")):
+            with pytest.raises(
+                BuildException, match=f"image '{name}' could not be pulled: {registry.address}/team/tool: "
+            ):
+                Template.build(wrong, "other", memory_mb=256)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

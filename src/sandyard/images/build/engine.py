@@ -79,14 +79,24 @@ class Engine:
         if start is None and ready is None:
             start, ready = plan.base.start_cmd, plan.base.ready_cmd
         rootfs = state.rootfs(self._layers)
-        if start is not None or ready is not None:
-            tried = then(keys[-1], "START", [start, ready])
-            if reusable(plan) == len(plan.steps) and not plan.force and self._cache.get(tried) is not None:
-                self._log("CACHED START", step=FINAL_STEP)
-            else:
-                await self._finish(state, start, ready, ready_seconds)
-                self._cache.put(tried, Cached(tuple(self._layers), state, self._size))
+        told = start is not None or ready is not None
+        if told and await self._start(plan, keys[-1], state, start, ready, ready_seconds):
+            ready = None
         return Built(rootfs, self._size, done, start, ready)
+
+    async def _start(
+        self, plan: Plan, key: str, state: State, start: str | None, ready: str | None, seconds: float
+    ) -> bool:
+        """Try the start command, unless the cache knows how that went: whether nothing is to be waited for after it."""
+        tried = then(key, "START", [start, ready])
+        over = then(tried, "OVER", [])
+        if not plan.force and reusable(plan) == len(plan.steps) and self._cache.get(tried) is not None:
+            self._log("CACHED START", step=FINAL_STEP)
+            return self._cache.get(over) is not None
+        is_over = await self._finish(state, start, ready, seconds)
+        for known in [tried, over] if is_over else [tried]:
+            self._cache.put(known, Cached(tuple(self._layers), state, self._size))
+        return is_over
 
     def _known(self, plan: Plan, keys: Sequence[str]) -> tuple[Cached | None, int]:
         """The longest chain of steps that the cache has, and how many steps it is."""
@@ -133,11 +143,12 @@ class Engine:
         except (GuestError, AgentLinkError, BadRequest, CopyFailed, ValueError) as error:
             await self._fail(name, error, _title(step))
 
-    async def _finish(self, state: State, start: str | None, ready: str | None, seconds: float) -> None:
+    async def _finish(self, state: State, start: str | None, ready: str | None, seconds: float) -> bool:
+        """Whether there is nothing to wait for after the start command."""
         try:
             await self._close()
             bench = await self._open(state)
-            await try_start(bench.agent, state, start, ready, self._log, seconds)
+            return await try_start(bench.agent, state, start, ready, self._log, seconds)
         except (GuestError, AgentLinkError) as error:
             await self._fail(FINAL_STEP, error)
         finally:

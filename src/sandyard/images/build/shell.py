@@ -8,10 +8,10 @@ from contextlib import suppress
 
 from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest.base import Agent, Channel, ExitStatus, Process, ProcessSpec
+from sandyard.guest.shell import BASH, spawn_shell
 from sandyard.images.build.base import BuildFailed, Log, State
 
 LINE_LIMIT = 8192  # characters of one line of the log; the rest of a longer one is dropped
-_SHELLS = (("/bin/bash", "-l", "-c"), ("/bin/sh", "-c"))
 _NO_NETWORK = (
     b"could not resolve",
     b"temporary failure in name resolution",
@@ -27,16 +27,7 @@ _NO_NETWORK = (
 
 async def start_shell(agent: Agent, command: str, state: State, user: str) -> Process:
     """Start `command` in a login bash, else in sh. Raises `GuestError`."""
-    missing: GuestError | None = None
-    for shell in _SHELLS:
-        spec = ProcessSpec([*shell, command], dict(state.env), state.workdir, user)
-        try:
-            return await agent.spawn(spec)
-        except GuestError as error:
-            if error.code is not GuestErrorCode.NOT_FOUND:
-                raise
-            missing = error
-    raise missing or GuestError(GuestErrorCode.NOT_FOUND, "no shell")
+    return await spawn_shell(agent, ProcessSpec([BASH, "-l", "-c", command], dict(state.env), state.workdir, user))
 
 
 async def run_shell(agent: Agent, command: str, state: State, user: str, log: Log, step: str) -> None:
