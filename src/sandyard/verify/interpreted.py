@@ -1,4 +1,7 @@
-"""The runner with the interpreter in its box: `python -m sandyard.verify.interpreted`.
+"""The runner with the interpreter in its box: `python -m sandyard.verify.interpreted CONTROL`.
+
+It loads smolagents once and forks a runner for every job. `CONTROL` is the descriptor of a socket; each message
+on it carries the runner's standard input and output, and is answered with the runner's process id.
 
 Judge, link and verdict are those of the runner; only what executes the solution is another. A program that
 the interpreter would not execute as CPython ends its box with `UNSUPPORTED`, an exit code that no program
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
+import socket
 import struct
 import sys
 import threading
@@ -22,14 +27,41 @@ from sandyard.verify.runner.link import Closed, Link
 from sandyard.verify.runner.peer import last_line
 
 UNSUPPORTED = 86
+PID = struct.Struct(">Q")
 STACK_BYTES = 128 << 20
 
 
-def main() -> None:
-    _skip_program()
-    Engine(_discard)  # smolagents is loaded once, before a box is forked
+def main(control: socket.socket) -> None:
+    Engine(_discard)  # smolagents is loaded before a runner is forked
     box.serve = serve
-    runner.main()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a runner: its output ends with it
+    control.send(PID.pack(os.getpid()))
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _runner(*descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(PID.pack(pid))
+
+
+def _runner(stdin: int, stdout: int) -> None:
+    """One job, in a process of its own."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.close(stdin)
+        os.close(stdout)
+        _skip_program()
+        runner.main()
+        sys.stdout.flush()
+    finally:
+        os._exit(0)
 
 
 def serve(descriptor: int, setup: str, solution: str) -> None:
@@ -85,4 +117,4 @@ def _skip_program() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(socket.socket(fileno=int(sys.argv[1])))

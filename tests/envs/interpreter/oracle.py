@@ -10,14 +10,12 @@ import importlib
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-_SECONDS = 10
+_CPU_SECONDS = 2
 
 
 def run_in_cpython(programs: Sequence[str]) -> list[tuple[str, str | None]]:
@@ -37,16 +35,22 @@ def run_in_cpython(programs: Sequence[str]) -> list[tuple[str, str | None]]:
 def _main() -> None:
     for module in ("collections", "functools", "heapq", "itertools", "re", "bisect", "string", "math"):
         importlib.import_module(module)  # once, not in every child
+    printed, ending = os.memfd_create("printed"), os.memfd_create("ending")
     for line in sys.stdin:
-        with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as ending:
-            pid = os.fork()
-            if pid == 0:
-                _child(json.loads(line), printed.fileno(), ending.fileno())
-            _, status = os.waitpid(pid, 0)
-            printed.seek(0)
-            ending.seek(0)
-            error = ending.read() if status == 0 else None
-            print(json.dumps([printed.read(), error]), flush=True)
+        pid = os.fork()
+        if pid == 0:
+            _child(json.loads(line), printed, ending)
+        _, status = os.waitpid(pid, 0)
+        stdout, error = _taken(printed), _taken(ending)
+        print(json.dumps([stdout, error if status == 0 else None]), flush=True)
+
+
+def _taken(descriptor: int) -> str:
+    """What the child wrote; the file is empty again."""
+    data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    os.ftruncate(descriptor, 0)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return data.decode("utf-8", "replace")
 
 
 def _child(program: str, printed: int, ending: int) -> None:
@@ -54,7 +58,7 @@ def _child(program: str, printed: int, ending: int) -> None:
     os.dup2(null, 0)
     os.dup2(printed, 1)
     os.dup2(null, 2)
-    signal.alarm(_SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
     namespace: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     error = ""

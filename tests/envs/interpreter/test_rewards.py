@@ -76,7 +76,10 @@ async def rewards(verifier: Verifier, pairs: Sequence[tuple[Task, str]], at_once
             except Unsupported:
                 return None
 
-    return await asyncio.gather(*(one(*pair) for pair in pairs))
+    try:
+        return await asyncio.gather(*(one(*pair) for pair in pairs))
+    finally:
+        await verifier.close()
 
 
 def different(
