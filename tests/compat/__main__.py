@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from sandyard.errors import SandyardError
 from tests.compat import clients, harbor, js_sdk, python_sdk
 from tests.compat.report import Row, console, say, show
 from tests.compat.workshop import ROOT, PartFailed, Workshop
@@ -36,7 +37,7 @@ def main() -> int:
         say(f"== {part}")
         try:
             rows += PARTS[part](shop)
-        except PartFailed as error:
+        except (PartFailed, SandyardError) as error:
             failures.append(f"{part}: {error}")
             console.print(f"{part}: {error}", style="red", markup=False)
     show(rows)
