@@ -110,6 +110,13 @@ def test_a_create_sent_twice_with_one_key_makes_one_sandbox(server: LiveServer, 
     assert send("a-3").status_code == 201
 
 
+def test_a_message_quotes_what_was_sent_as_far_as_json_can(api: httpx.Client) -> None:
+    half = b'{"templateID": "base", "network": {"maskRequestHost": "a \\ud800"}}'
+    reply = api.post("/v2/sandboxes", content=half, headers={"content-type": "application/json"})
+    assert (reply.status_code, "a ?" in reply.json()["message"]) == (400, True)
+    assert len(api.get(f"/sandboxes/{'x' * 50_000}").content) < 5000
+
+
 def test_a_key_of_another_create_is_refused(server: LiveServer, api: httpx.Client) -> None:
     def send(**body: object) -> httpx.Response:
         return api.post("/v2/sandboxes", json={"templateID": "base", **body}, headers={"Idempotency-Key": "a-1"})

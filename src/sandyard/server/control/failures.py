@@ -17,13 +17,19 @@ from sandyard.errors import CapacityError, SandboxDied, SandyardError
 
 log = structlog.get_logger("sandyard.control")
 
+MESSAGE_LIMIT = 4000
 NEVER_AGAIN = {"should-retry": "false"}  # a repetition is the caller's decision: the attempt may have cost something
 
 
 def answer(
     status: int, message: str, error_code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    body: dict[str, object] = {"code": status, "message": message}
+    # It may quote what was sent: half of a surrogate pair, which JSON cannot hold, or very much.
+    told = message.encode("utf-8", "replace").decode()
+    body: dict[str, object] = {
+        "code": status,
+        "message": told if len(told) <= MESSAGE_LIMIT else told[:MESSAGE_LIMIT] + "…",
+    }
     if error_code is not None:
         body["error_code"] = error_code
     return JSONResponse(body, status, headers=dict(headers or {}))
