@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import picture, rollout, sandboxes, sessions
+from benchmarks import picture, rollout, sandboxes, sessions, snapshots
 from benchmarks.measure import Figure, Report
 from sandyard.config import PoolSettings, Settings, load_settings
 from sandyard.connection import Connection
@@ -30,11 +30,13 @@ console = Console()
 def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     arguments.add_argument("--rounds", type=int, default=20, help="samples of each short figure")
-    arguments.add_argument("--only", choices=["sandboxes", "sessions", "rollout"], help="one section")
+    arguments.add_argument("--only", choices=["sandboxes", "snapshots", "sessions", "rollout"], help="one section")
     options = arguments.parse_args()
     report, before = Report(), _load()
     if options.only in (None, "sandboxes"):
         _sandboxes(report, options.rounds)
+    if options.only in (None, "snapshots"):
+        _snapshots(report, options.rounds)
     if options.only in (None, "sessions"):
         _sessions(report)
     if options.only in (None, "rollout"):
@@ -48,6 +50,12 @@ def main() -> None:
 def _sandboxes(report: Report, rounds: int) -> None:
     with _own_yard(load_settings()) as settings:
         _measure(report, settings, rounds)
+
+
+def _snapshots(report: Report, rounds: int) -> None:
+    with _own_yard(load_settings()) as settings, EmbeddedServer(_with_pool(settings, low=0, high=0)) as server:
+        console.print("[dim]pause, snapshot, fork[/dim]")
+        snapshots.standing_still(report, Connection.to(server), settings.paths.state, rounds)
 
 
 def _sessions(report: Report) -> None:

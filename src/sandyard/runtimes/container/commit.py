@@ -7,12 +7,13 @@ trusted as an ext4 image, because no sandbox ever writes to the device itself: o
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -24,6 +25,7 @@ _BLKFLSBUF = 0x1261
 _FICLONE = 0x40049409
 _RESERVE_MB = 128  # what a commit leaves free on the host
 _CHUNK = 8 << 20
+_COMPARED = 1 << 20
 
 StandStill = Callable[[], AbstractContextManager[None]]
 
@@ -93,12 +95,16 @@ def sync_tree(path: Path) -> None:
 def _image(image: Path, partial: Path, stand_still: StandStill) -> int:
     device = loop_device(image)  # None: it was halted, and all of it is in the image
     _check_room(partial.parent, image.stat().st_blocks * 512)
-    if device is not None:
-        _flush(device)  # most of it, while the sandbox still runs
-    with stand_still():
-        if device is not None:
-            _flush(device)
+    if device is None:
         _copy(image, partial)
+    else:
+        _flush(device)
+        written = _written(device)
+        _copy(image, partial)  # while it still runs: often it writes nothing meanwhile, and this was all
+        with stand_still():
+            _flush(device)
+            if _written(device) != written:
+                _copy_again(image, partial)
     sync(partial)
     return partial.stat().st_blocks * 512
 
@@ -110,6 +116,11 @@ def _flush(device: Path) -> None:
         fcntl.ioctl(descriptor, _BLKFLSBUF, 0)
     finally:
         os.close(descriptor)
+
+
+def _written(device: Path) -> int:
+    """How many sectors were ever written to the device."""
+    return int(Path("/sys/block", device.name, "stat").read_text().split()[6])
 
 
 def _check_room(where: Path, needed: int) -> None:
@@ -130,20 +141,45 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _copy_data(reader: int, writer: int) -> None:
-    end = os.fstat(reader).st_size
-    os.ftruncate(writer, end)
-    at = 0
-    while at < end:
-        try:
-            at = os.lseek(reader, at, os.SEEK_DATA)
-        except OSError:  # nothing but a hole up to the end
-            return
-        hole = os.lseek(reader, at, os.SEEK_HOLE)
+    os.ftruncate(writer, os.fstat(reader).st_size)
+    for at, hole in _extents(reader):
         while at < hole:
             done = os.copy_file_range(reader, writer, min(_CHUNK, hole - at), at, at)
             if done == 0:
-                raise OSError(f"the image ended at {at} of {end} bytes")
+                raise OSError(f"the image ended at {at} of {hole} bytes")
             at += done
+
+
+def _copy_again(source: Path, target: Path) -> None:
+    """Bring a copy up to date: what is the same is read and left, which is faster than writing it."""
+    ours, theirs = bytearray(_COMPARED), bytearray(_COMPARED)
+    target.chmod(0o600)
+    with open(source, "rb", buffering=0) as reader, open(target, "r+b", buffering=0) as writer:
+        for start, hole in _extents(reader.fileno()):
+            for at in range(start, hole, _COMPARED):
+                size = min(_COMPARED, hole - at)
+                wanted = memoryview(ours)[:size]
+                os.preadv(reader.fileno(), [wanted], at)
+                os.preadv(writer.fileno(), [memoryview(theirs)[:size]], at)
+                if ours != theirs:  # behind `size` both are what the piece before left, which is the same then
+                    os.pwrite(writer.fileno(), wanted, at)
+                    theirs[:] = ours
+    target.chmod(0o400)
+
+
+def _extents(descriptor: int) -> Iterator[tuple[int, int]]:
+    """Where a file has data: begin and end of each piece between holes."""
+    at, end = 0, os.fstat(descriptor).st_size
+    while at < end:
+        try:
+            at = os.lseek(descriptor, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                return
+            raise
+        hole = os.lseek(descriptor, at, os.SEEK_HOLE)
+        yield at, hole
+        at = hole
 
 
 def _tree(upper: Path, partial: Path) -> None:
