@@ -144,6 +144,7 @@ class BuildSettings(_Section):
     files_days: float = Field(default=14.0, gt=0)  # an archive that was not used for so long goes
     cache_mb: int = Field(default=16384, ge=0)  # layers kept for later builds, beyond those of templates
     log_lines: int = Field(default=20_000, ge=100)  # of one build
+    untagged_days: float = Field(default=30.0, gt=0)  # a build of a template that failed or has no tag goes after that
 
 
 class ExtensionSettings(_Section):

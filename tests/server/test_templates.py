@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -548,6 +549,31 @@ def test_layers_go_when_neither_template_nor_cache_names_them(server: LiveServer
     server.call(server.app.builds.collect())
     assert list(home.iterdir()) == []
     build(api, "x", "echo 1")
+
+
+def test_builds_without_a_tag_go_after_a_while(server: LiveServer, api: httpx.Client) -> None:
+    failed = register(api, "x")
+    begin(api, failed, steps=[{"type": "RUN", "args": ["fail 1"]}])
+    ended(api, failed)
+    old, new, idle = build(api, "x", "echo 1"), build(api, "x", "echo 2"), register(api, "x")
+    catalog = server.app.manager.catalog
+
+    async def age(days: float) -> None:
+        template = catalog.find("x")
+        for build_id, kept in list(template.builds.items()):
+            await catalog.put_build(replace(kept, created_at=kept.created_at - days * 86400))
+            assert build_id in template.builds
+        await server.app.builds.collect()
+
+    server.call(age(2))
+    assert status_of(api, idle)["reason"]["message"] == "it was registered and never begun"
+    assert [b["buildID"] for b in api.get("/templates/x").json()["builds"]][-1] == failed["buildID"]
+    server.call(age(30))
+    assert [b["buildID"] for b in api.get("/templates/x").json()["builds"]] == [new["buildID"]]
+    assert api.post("/v2/sandboxes", json={"templateID": f"x:{old['buildID']}"}).status_code == 404
+    assert api.post("/v2/sandboxes", json={"templateID": "x"}).status_code == 201
+    logs = [path.stem for path in (server.settings.paths.state / "builds").glob("*.log")]
+    assert logs == [new["buildID"]]
 
 
 def test_the_cache_forgets_the_longest_unused(tmp_path: Path) -> None:

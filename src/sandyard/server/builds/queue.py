@@ -140,6 +140,7 @@ class Builds:
         await self.cancel(template)
         await self._catalog.delete(template)
         await self._forget(list(template.builds))
+        await self.collect()
 
     async def delete_tagged(self, snapshot: Template, tag: str) -> None:
         """Delete one state of a snapshot, and the snapshot with its last. Raises `NotFound`."""
@@ -153,13 +154,13 @@ class Builds:
         if not snapshot.builds:
             await self._catalog.delete(snapshot)
         await self._forget([build.id] if build.id not in snapshot.builds else [])
+        await self.collect()
 
     async def _forget(self, build_ids: Sequence[str]) -> None:
         await self._manager.pool.drop(build_ids)
         for build_id in build_ids:
             self._logs.pop(build_id, None)
             await asyncio.to_thread(self._log_path(build_id).unlink, True)
-        await self.collect()
 
     async def log_of(self, build: Build) -> BuildLog:
         known = self._logs.get(build.id)
@@ -176,7 +177,7 @@ class Builds:
     async def collect(self) -> None:
         """Remove layers that nothing names any more, and uploads that are long unused."""
         await self.files.collect()
-        await self._give_up(time.time() - WAITING_SECONDS)
+        await self._retire(time.time())
         named = {layer for t in self._catalog.all() for b in t.builds.values() for layer in b.rootfs.layers}
         limit, home = self._settings.cache_mb << 20, self._catalog.layers_home
         await asyncio.to_thread(self.cache.shrink, limit, named, home)
@@ -184,15 +185,19 @@ class Builds:
         held = {layer for holder in self._manager.layer_holders for layer in holder()}
         await self._catalog.collect(held | self._manager.layers_in_use())
 
-    async def _give_up(self, before: float) -> None:
-        stale = [
-            build
-            for template in self._catalog.all()
-            for build in template.builds.values()
-            if build.status == "waiting" and build.created_at < before
-        ]
-        for build in stale:
-            await self._catalog.put_build(_failed(build, None, "it was registered and never begun"))
+    async def _retire(self, now: float) -> None:
+        """Give up builds that were never begun, and forget those that failed or lost their tags long ago."""
+        oldest = now - self._settings.untagged_days * 86400
+        for template in self._catalog.all():
+            if template.kind != "template" or template.tenant is None:
+                continue
+            tagged = {build_id for build_id, _ in template.tags.values()}
+            for build in list(template.builds.values()):
+                if build.status == "waiting" and build.created_at < now - WAITING_SECONDS:
+                    await self._catalog.put_build(_failed(build, None, "it was registered and never begun"))
+                elif build.status in ("ready", "error") and build.id not in tagged and build.created_at < oldest:
+                    await self._catalog.drop_build(template, build.id)
+                    await self._forget([build.id])
 
     # --- one build ---
 
