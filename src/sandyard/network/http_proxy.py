@@ -7,12 +7,13 @@ response.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterable
 
 import httptools
 from starlette.types import Receive, Scope, Send
 
-from sandyard.errors import GuestError
+from sandyard.errors import AgentLinkError, GuestError
 from sandyard.guest.base import PortStream
 
 _HOP_BY_HOP = {
@@ -73,7 +74,6 @@ async def exchange(scope: Scope, receive: Receive, send: Send, stream: PortStrea
         await asyncio.wait((upload, answer), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done() and isinstance(upload.exception(), ClientLeft):
             raise ClientLeft
-        # The response is what counts; a program may well answer without reading all of the request.
         await answer
     finally:
         upload.cancel()
@@ -83,7 +83,9 @@ async def exchange(scope: Scope, receive: Receive, send: Send, stream: PortStrea
 
 async def _upload(scope: Scope, receive: Receive, stream: PortStream, mask: bytes | None) -> None:
     """Does not return: after the request it waits for the client to leave, for the response may have no end."""
-    await _send_request(scope, receive, stream, mask)
+    # A program may well answer, and close, without reading all of the request.
+    with contextlib.suppress(GuestError, AgentLinkError):
+        await _send_request(scope, receive, stream, mask)
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientLeft
