@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -170,6 +172,38 @@ def test_a_pause_that_keeps_files_gives_the_slot_back(
         assert fetch(box, "http://good.test/")
         assert is_cut(box, f"http://{internet.other}/")
         box.kill()
+
+
+@pytest.mark.full
+def test_a_server_killed_in_a_burst_leaves_no_slot_behind(node: Settings) -> None:
+    server = EmbeddedServer(node).start()
+    assert server.pid is not None
+
+    def create() -> None:
+        headers = {"X-API-Key": server.api_key}
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.Client(base_url=server.url, headers=headers, timeout=30) as api,
+        ):
+            while True:
+                api.post("/v2/sandboxes", json={"templateID": "base", "timeout": 120})
+
+    clients = [threading.Thread(target=create) for _ in range(4)]
+    for client in clients:
+        client.start()
+    time.sleep(1)
+    os.kill(server.pid, signal.SIGKILL)
+    server.stop()
+    for client in clients:
+        client.join()
+    assert Slots(node).ids()
+    with EmbeddedServer(node) as after:
+        headers = {"X-API-Key": after.api_key}
+        living = httpx.get(f"{after.url}/v2/sandboxes", params={"limit": 100}, headers=headers, timeout=30).json()
+        known = {sandbox["sandboxID"] for sandbox in living}
+        metrics = httpx.get(f"{after.url}/metrics", headers=headers).text
+        assert known <= set(Slots(node).ids())
+        assert "sandyard_network_slots" in metrics
 
 
 @pytest.mark.full

@@ -25,7 +25,7 @@ class Outside:
 
     def forbidden(self, address: IPv4Address) -> bool:
         """Whether the address is in one of those ranges, or is the host's own, whatever its range."""
-        return any(address in block for block in self.never) or _is_local(address)
+        return any(address in block for block in self.never) or is_local(address)
 
     def resolvers(self, policy: Policy) -> list[str]:
         """The DNS servers a policy asks for; [] where it leaves them to the node. Raises `Refused`."""
@@ -66,7 +66,8 @@ def tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
 
 
-def _is_local(address: IPv4Address) -> bool:
+def is_local(address: IPv4Address) -> bool:
+    """Whether the address is this host's own."""
     # The kernel's own word: only an address of this host can be bound.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

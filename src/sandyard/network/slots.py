@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -30,7 +31,7 @@ from sandyard.network.egress import Egress
 from sandyard.network.engine import Engine
 from sandyard.network.forwarder import Forwarder
 from sandyard.network.namespace import Listeners, Plan
-from sandyard.network.outside import Outside
+from sandyard.network.outside import Outside, is_local
 from sandyard.network.policy import CLOSED, Policy, never_allowed
 from sandyard.network.resolver import Resolver
 from sandyard.network.voice import Voice
@@ -107,6 +108,9 @@ class Slots:
 
     async def probe(self) -> str:
         """What holds, found out in a namespace made for it. Raises `HostError`."""
+        if is_local(IPv4Address(OUTSIDE)):
+            message = "network: the host takes every address for its own, so every connection would be refused"
+            raise HostError(message, remedy="sysctl -w net.ipv4.ip_nonlocal_bind=0")
         descriptor, listeners = await namespace.make(self._plan)
         try:
             return await namespace.inside(descriptor, lambda: _try_out(self._plan, listeners))
