@@ -206,8 +206,8 @@ def environment(first: Path) -> dict[str, str]:
 
 def children(of: int | None = None) -> list[int]:
     parent = os.getpid() if of is None else of
-    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    return [int(pid) for pid in text.split()]
+    texts = [path.read_text() for path in Path(f"/proc/{parent}/task").glob("*/children")]
+    return [int(pid) for pid in " ".join(texts).split()]
 
 
 def environment_of(pid: int) -> str:
