@@ -91,6 +91,7 @@ def test_a_cold_start_has_a_size(server: LiveServer, run: Run, capsys: Captured)
         (["resume", "nosuch"], 2, "sandbox 'nosuch' not found"),
         (["fork", "nosuch"], 2, "template 'nosuch' not found"),
         (["fork", "base", "--count", "0"], 2, "--count"),
+        (["timeout", "nosuch", "5"], 2, "`sandyard list` shows what lives"),
         (["logs", "nosuch"], 2, "sandbox 'nosuch' not found"),
         (["logs", "nosuch", "--level", "loud"], 2, "--level"),
         (["snapshot", "create", "nosuch"], 2, "sandbox 'nosuch' not found"),

@@ -338,6 +338,23 @@ def test_a_pause_is_a_stop_and_a_resume_is_a_start_of_a_new_instance(extended: L
     assert recorder.calls[3][1]["customExtensionParams"] == {"vpn": 1}
 
 
+def test_a_fork_is_an_instance_of_its_own_with_the_parameters_of_its_parent(
+    extended: LiveServer, recorder: Recorder
+) -> None:
+    with extended.client() as api:
+        made = api.post("/v2/sandboxes", json={"templateID": "base", "customExtensionParams": {"vpn": 1}}).json()
+        [child] = api.post(f"/sandboxes/{made['sandboxID']}/fork", json={"count": 1}).json()
+        recorder.status["start-fresh"] = 503
+        [refused] = api.post(f"/sandboxes/{made['sandboxID']}/fork", json={"count": 1}).json()
+        assert "extension" in refused["error"]["message"]
+        assert api.delete(f"/sandboxes/{child['sandbox']['sandboxID']}").status_code == 204
+    recorder.wait(4)
+    assert recorder.hooks() == ["start-fresh", "start-fresh", "start-fresh", "stop"]
+    parent, born, _, gone = (body for _, body in recorder.calls)
+    assert parent["customExtensionParams"] == born["customExtensionParams"] == {"vpn": 1}
+    assert parent["sandboxInstanceId"] != born["sandboxInstanceId"] == gone["sandboxInstanceId"]
+
+
 def test_parameters_are_recorded_with_the_sandbox(tmp_path: Path, recorder: Recorder) -> None:
     settings = memory_settings(tmp_path)
     keeping = settings.model_copy(

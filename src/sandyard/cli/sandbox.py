@@ -13,7 +13,7 @@ from e2b import NotFoundException, Sandbox, SandboxQuery
 
 from sandyard.cli import lifecycle, logs, transfer
 from sandyard.cli.console import Output, print_rows, stderr, stdout
-from sandyard.cli.rest import call
+from sandyard.cli.rest import call, word
 from sandyard.cli.terminal import attach, exit_code, require_terminal
 from sandyard.connection import resolve_connection
 from sandyard.errors import BadRequest, NotFound
@@ -142,7 +142,7 @@ def list_sandboxes(
 
 def set_timeout(sandbox_id: SandboxId, seconds: Annotated[int, typer.Argument(help="from now; 0 ends it now")]) -> None:
     """Set how long a sandbox may still live."""
-    Sandbox.set_timeout(sandbox_id, seconds, **resolve_connection().sdk_options())
+    call("POST", f"/sandboxes/{word(sandbox_id)}/timeout", json={"timeout": seconds})
 
 
 def delete(sandbox_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="sandbox ids")]) -> None:

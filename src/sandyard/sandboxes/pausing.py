@@ -165,7 +165,10 @@ class Pausing:
             await manager.extension.started(sandbox, fresh=False)
             end_at = time.time() + seconds
             await manager.store.set_running(sandbox.id, end_at)
+            if sandbox.extension:
+                await manager.store.set_extension(sandbox.id, sandbox.extension)
         except BaseException:
+            manager.extension.stopped(sandbox)
             await self._pause_again(sandbox)
             raise
         if sandbox.state is not State.RESUMING:

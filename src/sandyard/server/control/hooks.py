@@ -53,6 +53,7 @@ class Hooks:
 
     async def started(self, sandbox: Sandbox, *, fresh: bool) -> None:
         """Raises `CreateFailed` or, for a resume, `SandboxError`."""
+        _take_instance(sandbox)  # a fork has that of its parent
         instance = str(uuid.uuid4())
         network = sandbox.instance.spec.network
         body = {
@@ -71,11 +72,10 @@ class Hooks:
         sandbox.extension = {**sandbox.extension, INSTANCE: instance}
 
     def stopped(self, sandbox: Sandbox) -> None:
-        instance = sandbox.extension.get(INSTANCE)
+        instance = _take_instance(sandbox)
         if instance is None:
-            return  # its start was refused
-        sandbox.extension = {name: value for name, value in sandbox.extension.items() if name != INSTANCE}
-        task = asyncio.create_task(self._stop(sandbox.id, str(instance)))
+            return  # its start was refused, or its stop was told
+        task = asyncio.create_task(self._stop(sandbox.id, instance))
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)
 
@@ -136,6 +136,13 @@ def _tellable(params: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"customExtensionParams: not JSON: {error}", field="customExtensionParams") from error
     return dict(params)
+
+
+def _take_instance(sandbox: Sandbox) -> str | None:
+    """The id of the instance that runs, which the sandbox then has no more; None where it has none."""
+    instance = sandbox.extension.get(INSTANCE)
+    sandbox.extension = {name: value for name, value in sandbox.extension.items() if name != INSTANCE}
+    return str(instance) if instance is not None else None
 
 
 def _who(sandbox_id: str, instance: str) -> dict[str, Any]:
