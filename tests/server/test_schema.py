@@ -25,7 +25,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 QUICK = settings(
     max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
-LONG = settings(QUICK, max_examples=300, derandomize=False)
+LONG = settings(QUICK, max_examples=150, derandomize=False)
 
 Case = schemathesis.Case[Any]
 DESCRIPTION = control_plane(cast(Context, None)).openapi()
