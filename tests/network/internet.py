@@ -2,7 +2,7 @@
 
     python internet.py ZONE CERTIFICATE RESOLVER
 
-ZONE is a JSON object from names to lists of addresses. HTTP on 80 and 8080, TLS on 443, an echo on
+ZONE is a JSON object from names to lists of addresses. HTTP on 80 and 8080, TLS on 443, SOCKS5 on 1080, an echo on
 7 (also by UDP), DNS on 53 of RESOLVER. Every answer tells the address it came to and the host it was asked for.
 """
 
@@ -73,6 +73,32 @@ class NamesByStream(Names):
         self.request.sendall(len(answer).to_bytes(2) + answer)
 
 
+class Socks(socketserver.BaseRequestHandler):
+    """A SOCKS5 proxy for `me` with `secret`, which tells where it was sent before it passes nothing on."""
+
+    def handle(self) -> None:
+        peer = self.request
+        methods = peer.recv(peer.recv(2)[1])
+        if 2 not in methods:
+            peer.sendall(b"\x05\xff")
+            return
+        peer.sendall(b"\x05\x02")
+        peer.recv(1)
+        user = peer.recv(peer.recv(1)[0])
+        password = peer.recv(peer.recv(1)[0])
+        if (user, password) != (b"me", b"secret"):
+            peer.sendall(b"\x01\x01")
+            return
+        peer.sendall(b"\x01\x00")
+        kind = peer.recv(4)[3]
+        target = peer.recv(peer.recv(1)[0]).decode() if kind == 3 else str(IPv4Address(peer.recv(4)))
+        port = int.from_bytes(peer.recv(2))
+        peer.sendall(b"\x05\x00\x00\x01" + bytes(6))
+        peer.recv(4096)
+        body = f"sent to {target} {port}\n".encode()
+        peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+
 class Datagrams(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         data, peer = self.request
@@ -95,6 +121,7 @@ def main() -> None:
         *(Server(("", port), Web) for port in (80, 8080)),
         Server(("", 443), Secure),
         Server(("", 7), Echo),
+        Server(("", 1080), Socks),
         Server((sys.argv[3], 53), NamesByStream),
         socketserver.ThreadingUDPServer((sys.argv[3], 53), Names),
         socketserver.ThreadingUDPServer(("", 7), Datagrams),

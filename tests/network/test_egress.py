@@ -339,6 +339,44 @@ async def test_too_many_connections_wait(settings: Settings, internet: Internet)
         await slots.stop()
 
 
+def through(internet: Internet, **proxy: str) -> dict[str, Any]:
+    return {"egressProxy": {"address": f"{internet.other}:1080", "username": "me", "password": "secret"} | proxy}
+
+
+async def test_what_is_allowed_goes_through_the_proxy_of_the_policy(join: Join, internet: Internet) -> None:
+    rules = {"denyOut": ["0.0.0.0/0"], "allowOut": ["good.test", "11.0.0.1"]}
+    inside = await join(**rules, **through(internet))
+    assert await inside.get(internet.web, "good.test") == "sent to good.test 80"
+    assert await inside.get("11.0.0.1", port=8080) == "sent to 11.0.0.1 8080"
+    assert await inside.refused(internet.web)
+    assert await inside.refused(internet.private)
+    with pytest.raises(PermissionError):
+        await echo(inside, "11.0.0.1")
+
+
+async def test_a_proxy_by_name_and_one_that_is_never_allowed(join: Join, slots: Slots, internet: Internet) -> None:
+    inside = await join(**through(internet, address="other.test:1080"))
+    assert await inside.get(internet.web) == f"sent to {internet.web} 80"
+    for address in (f"{internet.private}:1080", "inner.test:1080", "missing.test:1080", f"{internet.web}:1"):
+        await slots.replace("one", Policy.of(through(internet, address=address)))
+        assert await inside.refused(internet.web), address
+
+
+async def test_a_proxy_that_refuses_the_login(join: Join, internet: Internet) -> None:
+    inside = await join(**through(internet, password="wrong"))
+    assert await inside.refused(internet.web)
+
+
+async def test_another_way_cuts_what_went_the_old_one(join: Join, slots: Slots, internet: Internet) -> None:
+    inside = await join(OPEN)
+    with await inside.connect(internet.web, 7) as client:
+        client.sendall(b"x")
+        assert await asyncio.to_thread(client.recv, 1) == b"x"
+        await slots.replace("one", Policy.of(through(internet)))
+        with pytest.raises(ConnectionResetError):
+            await asyncio.to_thread(client.recv, 1)
+
+
 async def test_all_sandboxes_together_leave_the_server_descriptors(
     join: Join, slots: Slots, internet: Internet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

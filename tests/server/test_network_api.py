@@ -72,6 +72,10 @@ def test_what_was_set_is_stored_and_the_rest_is_not() -> None:
         ({"rules": {"a.test": [{"transform": {"headers": {"X" * 65: "v"}}}]}}, "maximum length"),
         ({"rules": {"a.test": [{"transform": {"headers": {"X": "v\r\nY: z"}}}]}}, "is no text"),
         ({"egressProxy": {"address": 1}}, "an object with a string 'address' is needed"),
+        ({"egressProxy": {"address": "proxy.test"}}, "'proxy.test' is not host:port"),
+        ({"egressProxy": {"address": "proxy.test:0"}}, "'proxy.test:0' is not host:port"),
+        ({"egressProxy": {"address": "a:1", "username": "x" * 256}}, "username: not a text of at most 255 bytes"),
+        ({"egressProxy": {"address": "a:1", "password": "x"}}, "there is no username"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(network: dict[str, Any], message: str) -> None:
@@ -84,7 +88,7 @@ def test_what_makes_no_sense_is_refused_by_name(network: dict[str, Any], message
     ("network", "field"),
     [
         ({"rules": {"a.test": [{"transform": {"headers": {"X": "v"}}}]}}, "network.rules"),
-        ({"egressProxy": {"address": "proxy.test:1080"}}, "network.egressProxy"),
+        ({"egressProxy": {"address": "proxy.test:1080", "tls": {"enabled": True}}}, "network.egressProxy.tls"),
     ],
 )
 def test_what_this_node_cannot_do_is_refused_by_name(network: dict[str, Any], field: str) -> None:
@@ -99,8 +103,8 @@ def test_private_ports_need_a_secured_sandbox() -> None:
 
 def test_without_egress_access_is_refused_where_it_was_asked_for_by_hand() -> None:
     assert checked({"denyOut": ["8.8.8.8"]}, True, settings=OFF) == {"denyOut": ["8.8.8.8"]}
-    for network in ({"allowOut": ["1.1.1.1"]}, {"dnsServers": ["8.8.8.8"]}):
-        with pytest.raises(Unsupported, match=r"network\.(allowOut|dnsServers).*network\.egress = on"):
+    for network in ({"allowOut": ["1.1.1.1"]}, {"dnsServers": ["8.8.8.8"]}, {"egressProxy": {"address": "a:1"}}):
+        with pytest.raises(Unsupported, match=r"network\.(allowOut|dnsServers|egressProxy).*network\.egress = on"):
             checked(network, settings=OFF)
 
 
@@ -112,6 +116,13 @@ def test_info_says_what_is_so() -> None:
         "allowPublicTraffic": True,
         "denyOut": [ALL],
     }
+
+
+def test_the_password_of_a_proxy_is_kept_and_not_shown() -> None:
+    proxy = {"address": "proxy.test:1080", "username": "me", "password": "secret"}
+    stored = checked({"egressProxy": proxy | {"tls": None}})
+    assert stored == {"egressProxy": proxy}
+    assert shown_network(stored)["egressProxy"] == {"address": "proxy.test:1080", "username": "me"}
 
 
 def test_an_update_clears_what_it_leaves_out_and_keeps_what_is_of_ports() -> None:

@@ -64,7 +64,7 @@ class Datagrams:
         for key, (_, task) in self._flows.items():
             if not policy.allows_datagrams(IPv4Address(key[2])):
                 task.cancel()
-        if before.allowed == policy.allowed:
+        if before.datagrams == policy.datagrams:
             return
         try:
             await self._divert(policy)
@@ -90,7 +90,7 @@ class Datagrams:
             asyncio.get_running_loop().add_reader(listener, self._receive, listener)
         port = self._listener.getsockname()[1]
         plan = self._plan
-        await namespace.inside(self._descriptor, lambda: namespace.divert(plan, port, policy.allowed))
+        await namespace.inside(self._descriptor, lambda: namespace.divert(plan, port, policy.datagrams))
 
     def _receive(self, listener: socket.socket) -> None:
         for _ in range(64):  # then others have their turn

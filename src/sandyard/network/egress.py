@@ -23,8 +23,9 @@ import structlog
 from sandyard.network.budget import Budget
 from sandyard.network.hello import LIMIT, Incomplete, requested_host
 from sandyard.network.outside import Outside, Refused, tune
-from sandyard.network.policy import CLOSED, Policy
+from sandyard.network.policy import CLOSED, Policy, Proxy
 from sandyard.network.resolver import Resolver, Unresolved
+from sandyard.network.socks import Socks
 from sandyard.network.voice import Voice
 
 log = structlog.get_logger("sandyard.network")
@@ -39,10 +40,13 @@ _SHORT_OF_DESCRIPTORS = 0.1
 class _Connection:
     address: IPv4Address | None = None
     name: str | None = None  # set where it is allowed by name
+    proxy: Proxy | None = None
 
     def allowed(self, policy: Policy) -> bool:
         if self.address is None:
             return True  # not judged yet: it will be, by the new policy
+        if policy.proxy != self.proxy:
+            return False
         if policy.allows_address(self.address):
             return True
         return self.name is not None and policy.allows_domain(self.name)
@@ -130,19 +134,27 @@ class Egress:
         if self._outside.forbidden(address):
             raise Refused(f"{address} is never allowed")
         if self.policy.allows_address(address):
-            connection.address = address
-            return (await self._outside.connect([address], port))[0], b""
+            connection.address, connection.proxy = address, self.policy.proxy
+            return await self._connect(address, port), b""
         if not self.policy.domains:
             raise Refused(f"{address} port {port} is denied")
         early, name = await _hello(client)
         if name is None or not self.policy.allows_domain(name):
             raise Refused(f"{address} port {port} is denied, and host {name or '(not named)'} is not allowed")
-        connection.address, connection.name = address, name
+        connection.address, connection.name, connection.proxy = address, name, self.policy.proxy
+        return await self._connect(name, port), early
+
+    async def _connect(self, target: IPv4Address | str, port: int) -> socket.socket:
+        """Raises `Refused`."""
+        proxy = self.policy.proxy
+        if proxy is not None:
+            return await Socks(self._outside, self._resolver).connect(proxy, target, port)
         try:
-            addresses = await self._resolver.addresses(name, self._outside.resolvers(self.policy))
+            servers = self._outside.resolvers(self.policy)
+            addresses = [target] if not isinstance(target, str) else await self._resolver.addresses(target, servers)
         except Unresolved as error:
             raise Refused(str(error)) from error
-        return (await self._outside.connect(addresses, port))[0], early
+        return (await self._outside.connect(addresses, port))[0]
 
 
 async def accept_each(

@@ -62,6 +62,22 @@ def canonical_rule(text: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Proxy:
+    """A SOCKS5 proxy; `username` empty: no login."""
+
+    host: str
+    port: int
+    username: str = ""
+    password: str = ""
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Proxy:
+        """From a checked `egressProxy` object."""
+        host, _, port = stored["address"].rpartition(":")
+        return cls(host, int(port), stored.get("username") or "", stored.get("password") or "")
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """IPv6 has no place here: sandboxes have none."""
 
@@ -69,6 +85,7 @@ class Policy:
     denied: tuple[IPv4Network, ...] = ()
     domains: frozenset[str] = frozenset()  # as `canonical_rule` gives them
     resolvers: tuple[IPv4Address, ...] = ()  # (): the node's
+    proxy: Proxy | None = None  # what is allowed is connected through it
 
     @classmethod
     def of(cls, network: Mapping[str, Any]) -> Policy:
@@ -77,12 +94,14 @@ class Policy:
         denied = [parse_network(text) for text in network.get("denyOut") or ()]
         if network.get("allowInternetAccess") is False:
             denied.append(EVERYWHERE)
+        proxy = network.get("egressProxy")
         rules = (canonical_rule(text) for text, block in entries if block is None)
         return cls(
             allowed=_v4(block for _, block in entries),
             denied=_v4(denied),
             domains=frozenset(rule for rule in rules if rule),
             resolvers=tuple(IPv4Address(text) for text in network.get("dnsServers") or ()),
+            proxy=Proxy.of(proxy) if proxy else None,
         )
 
     @property
@@ -95,8 +114,13 @@ class Policy:
         return _within(address, self.allowed) or not _within(address, self.denied)
 
     def allows_datagrams(self, address: IPv4Address) -> bool:
-        """Datagrams need to be allowed by address: they carry no name, and much can be hidden in them."""
-        return _within(address, self.allowed)
+        return _within(address, self.datagrams)
+
+    @property
+    def datagrams(self) -> tuple[IPv4Network, ...]:
+        """Where datagrams may go: they carry no name and much can be hidden in them, so addresses need to be
+        named; and they would go around a proxy."""
+        return () if self.proxy else self.allowed
 
     def allows_domain(self, name: str) -> bool:
         """Whether a rule names this host: exactly, or `*.` above it (which is not the name itself)."""

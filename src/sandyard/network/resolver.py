@@ -91,11 +91,12 @@ async def _by_stream(server: str, message: bytes, asked: dns.Question, identity:
 
 async def read_framed(peer: socket.socket) -> bytes:
     """One message with its length before it. Raises `EOFError` where the peer ends before that."""
-    size = int.from_bytes(await _exactly(peer, 2))
-    return await _exactly(peer, size)
+    size = int.from_bytes(await exactly(peer, 2))
+    return await exactly(peer, size)
 
 
-async def _exactly(peer: socket.socket, count: int) -> bytes:
+async def exactly(peer: socket.socket, count: int) -> bytes:
+    """Raises `EOFError` where the peer ends before that."""
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < count:

@@ -117,6 +117,12 @@ def networked(runtime: Runtime, settings: Settings) -> Runtime:
     return NetworkedRuntime(runtime, Slots(settings)) if settings.network.egress == "on" else runtime
 
 
+async def check(runtime: Runtime) -> None:
+    """Before a server starts. Raises `HostError` where its sandboxes could have no network."""
+    if isinstance(runtime, NetworkedRuntime):
+        await runtime.slots.probe()
+
+
 def connected(runtime: Runtime, sandbox_id: str) -> bool:
     """Whether `permit` has something to change."""
     return isinstance(runtime, NetworkedRuntime) and runtime.slots.holds(sandbox_id)

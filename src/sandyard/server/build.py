@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from sandyard.config import Settings
 from sandyard.images.templates import Template, TemplateStore
-from sandyard.network.runtime import networked, permit
+from sandyard.network.runtime import check, networked, permit
 from sandyard.runtimes import open_runtime
 from sandyard.runtimes.base import Resources, Rootfs, Runtime
 from sandyard.sandboxes import FixedTemplates, SandboxManager, TemplateSource, TemplateView
@@ -66,6 +66,7 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
     try:
         keys = Keys(store)
         await keys.open(settings)
+        await check(own)
         seed = read_or_make(secrets_dir(settings.paths.state) / SEED_FILE, new_api_key())
         manager = SandboxManager(settings, own, template_source(settings), store)
         manager.permit = lambda sandbox: permit(own, sandbox.id, sandbox.network)

@@ -101,8 +101,12 @@ def replaced_network(stored: Mapping[str, Any], update: Mapping[str, Any], setti
 
 
 def shown_network(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """`network` of the sandbox's info."""
-    return {"allowPublicTraffic": True} | {name: value for name, value in stored.items() if name != INTERNET}
+    """`network` of the sandbox's info. The password of a proxy stays here."""
+    shown = {"allowPublicTraffic": True} | {name: value for name, value in stored.items() if name != INTERNET}
+    proxy = shown.get("egressProxy")
+    if isinstance(proxy, Mapping):
+        shown["egressProxy"] = {name: value for name, value in proxy.items() if name != "password"}
+    return shown
 
 
 def internet_access(stored: Mapping[str, Any], settings: NetworkSettings) -> bool:
@@ -121,12 +125,12 @@ def _egress(network: Mapping[str, Any], access: bool | None, settings: NetworkSe
         raise BadRequest(DOMAINS_NEED_DENY, field="network.denyOut")
     resolvers = [_resolver(text, settings) for text in _strings(network, "dnsServers")]
     _rules(network.get("rules"))
-    _proxy(network.get("egressProxy"))
-    if settings.egress == "off" and (allowed or resolvers):
-        field = "allowOut" if allowed else "dnsServers"
+    proxy = _proxy(network.get("egressProxy"))
+    fields: dict[str, Any] = {"allowOut": allowed, "dnsServers": resolvers, "egressProxy": proxy}
+    field = next((name for name, value in fields.items() if value), None)
+    if settings.egress == "off" and field is not None:
         raise Unsupported(f"network.{field}: sandboxes of this node have no network", remedy="set network.egress = on")
-    fields: dict[str, Any] = {"allowOut": allowed, "denyOut": denied, "dnsServers": resolvers}
-    found = {name: value for name, value in fields.items() if value}
+    found = {name: value for name, value in (fields | {"denyOut": denied}).items() if value}
     return found | ({INTERNET: False} if access is False else {})
 
 
@@ -223,11 +227,27 @@ def _rule(domain: str, rules: object) -> None:
             )
 
 
-def _proxy(proxy: object) -> None:
+def _proxy(proxy: object) -> dict[str, Any] | None:
     if proxy is None:
-        return
+        return None
+    where = "network.egressProxy"
     if not isinstance(proxy, dict) or not isinstance(proxy.get("address"), str):
-        raise BadRequest(
-            "network.egressProxy: an object with a string 'address' is needed", field="network.egressProxy"
-        )
-    raise Unsupported("network.egressProxy: connections cannot be tunnelled through a proxy by this node")
+        raise BadRequest(f"{where}: an object with a string 'address' is needed", field=where)
+    host, _, port = proxy["address"].rpartition(":")
+    if canonical_domain(host) is None or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
+        raise BadRequest(f"{where}.address: '{proxy['address']}' is not host:port", field=f"{where}.address")
+    tls = proxy.get("tls")
+    if isinstance(tls, dict) and tls.get("enabled"):
+        raise Unsupported(f"{where}.tls: this node speaks to proxies without TLS only")
+    login = {name: _credential(proxy.get(name), f"{where}.{name}") for name in ("username", "password")}
+    if login["password"] and not login["username"]:
+        raise BadRequest(f"{where}.password: there is no username", field=f"{where}.password")
+    return {"address": proxy["address"]} | {name: value for name, value in login.items() if value}
+
+
+def _credential(value: object, field: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not value.isprintable() or len(value.encode(errors="replace")) > 255:
+        raise BadRequest(f"{field}: not a text of at most 255 bytes", field=field)
+    return value
