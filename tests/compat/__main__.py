@@ -48,11 +48,15 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.compat", description=__doc__)
-    parser.add_argument("--checkout", type=Path, help="checkout of the official SDK's repository")
-    parser.add_argument("--checks", type=Path, help="a folder with e2b_smoke.py, a further check of the Python SDK")
+    parser.add_argument("--checkout", type=_path, help="checkout of the official SDK's repository")
+    parser.add_argument("--checks", type=_path, help="a folder with e2b_smoke.py, a further check of the Python SDK")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--internet", action="store_true", help="run the tests that reach public addresses, too")
     return parser.parse_args()
+
+
+def _path(text: str) -> Path:
+    return Path(text).resolve()
 
 
 def _parts(text: str) -> list[str]:

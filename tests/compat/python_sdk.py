@@ -85,5 +85,11 @@ def _live_rows(live: set[str], outcomes: Outcomes, named: Outcomes) -> list[Row]
     return [
         Row(PART, "own suite, by URL", len(here), len(live), bar, note, left),
         Row(PART, "own suite, by host name", len(there), len(set(named) & live), BY_HOST_NAME, left=left_named),
-        Row(PART, "own suite, by either", len(here | there), len(live)),
+        Row(
+            PART, "own suite, by either", len(here | there), len(live), note=_not_run(live - set(outcomes) - set(named))
+        ),
     ]
+
+
+def _not_run(names: set[str]) -> str:
+    return f"{len(names)} reach public addresses and were not run (--internet)" if names else ""
