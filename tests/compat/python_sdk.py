@@ -32,7 +32,7 @@ def run(shop: Workshop) -> list[Row]:
     suite = shop.copy_of_checkout() / "packages/python-sdk"
     python = shop.venv("python-suite", [str(suite), *_PLUGINS])
     offline = _offline(shop, suite, python)
-    with ubuntu_registry(shop) as images, by_url(images) as target:
+    with ubuntu_registry(shop) as images, by_url(images, internet=shop.internet) as target:
         left_out = [NEEDS_HOST_NAMES] + ([] if shop.internet else [NEEDS_INTERNET])
         live = _pytest(shop, suite, python, target, "by-url", f"not ({' or '.join(left_out)})")
     with by_host_name() as target:

@@ -30,11 +30,14 @@ class Target:
 
 
 @contextmanager
-def by_url(images: ImageSettings | None = None) -> Iterator[Target]:
-    """The server is found by `E2B_API_URL` and `E2B_SANDBOX_URL`. `images`: where it pulls from."""
+def by_url(images: ImageSettings | None = None, *, internet: bool = False) -> Iterator[Target]:
+    """The server is found by `E2B_API_URL` and `E2B_SANDBOX_URL`. `images`: where it pulls from; `internet`:
+    whether its sandboxes may reach it."""
     with node_home() as home:
         settings = node_settings(home, low=2, high=64)
-        with EmbeddedServer(settings.model_copy(update={"images": images or ImageSettings()})) as server:
+        network = settings.network.model_copy(update={"egress": "on" if internet else "off"})
+        settings = settings.model_copy(update={"images": images or ImageSettings(), "network": network})
+        with EmbeddedServer(settings) as server:
             yield Target(server.environment(), home)
 
 
