@@ -212,6 +212,28 @@ async def test_a_start_command_is_tried_until_it_is_ready(site: Site) -> None:
     assert site.words.of("finalize") == ["START sleep 31", "ready"]
 
 
+async def test_the_wait_that_sdks_write_by_themselves_is_for_the_build_only(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sandyard.images.build import start
+
+    async def soon(spec: ProcessSpec, stdin: bytes) -> tuple[bytes, bytes, int]:
+        await asyncio.sleep(0 if spec.argv[1] == "20" else 60)
+        return b"", b"", 0
+
+    made = site._agent
+
+    def with_sleep() -> MemoryAgent:
+        agent = made()
+        agent.commands["sleep"] = soon
+        return agent
+
+    monkeypatch.setattr(site.runtime, "_make_agent", with_sleep)
+    built = await site.build(start_cmd="sleep 60", ready_cmd=start.DEFAULT_READY)
+    assert (built.start_cmd, built.ready_cmd) == ("sleep 60", None)
+    assert site.words.of("finalize")[-1] == "ready"
+
+
 async def test_a_start_command_that_is_over_is_not_waited_for(site: Site) -> None:
     for said in (["START note 1", "noted", "the start command is over"], ["CACHED START"]):
         built = await site.build(start_cmd="note 1", ready_cmd="sleep 20")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,28 @@ async def test_readiness_is_not_waited_for_without_end(open_yard: OpenYard, want
         with pytest.raises(CreateFailed, match="ready command did not succeed within"):
             await yard.create(wanted(name))
         assert await runtime.list() == []
+
+
+@pytest.mark.parametrize(
+    ("start", "ready", "least", "most"),
+    [("serve", "sleep 0.4", 0.4, 3.0), ("true", "sleep 30", 0.0, 3.0), (None, "sleep 30", 0.0, 3.0)],
+)
+async def test_a_sleep_gives_a_start_command_time_as_long_as_it_runs(
+    open_yard: OpenYard, wanted: Wanted, start: str | None, ready: str, least: float, most: float
+) -> None:
+    async with open_yard(Runtime()) as yard:
+        config = {"ready_cmd": ready, **({"start_cmd": start} if start else {})}
+        name = await template(yard, **config)
+        began = time.monotonic()
+        await yard.create(wanted(name))
+        assert least <= time.monotonic() - began < most
+
+
+async def test_a_sleep_does_not_hide_a_start_command_that_fails(open_yard: OpenYard, wanted: Wanted) -> None:
+    async with open_yard(Runtime()) as yard:
+        name = await template(yard, start_cmd="crash", ready_cmd="sleep 30")
+        with pytest.raises(CreateFailed, match="7"):
+            await yard.create(wanted(name))
 
 
 async def test_its_output_is_kept_line_by_line(open_yard: OpenYard, wanted: Wanted, until: Until) -> None:

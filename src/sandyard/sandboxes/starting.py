@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import contextlib
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from sandyard.sandboxes.log import LINE_BYTES, Level, SandboxLog
 
 POLL_FIRST, POLL_LAST = 0.02, 0.5  # seconds between two tries of a ready command
 PROBE_SECONDS = 10.0  # one try of it
+_SLEEP = re.compile(r"\s*sleep\s+(\d+(?:\.\d+)?)\s*")
 USER = "user"
 ENVIRONMENT = "/run/sandyard/environment.json"
 
@@ -62,7 +64,9 @@ class Starter:
         try:
             if command.start is not None:
                 following = self._follow(await _spawn(instance, command.start), log)
-            if command.ready is not None:
+            if command.ready is not None and (pause := _SLEEP.fullmatch(command.ready)) is not None:
+                await self._let_pass(float(pause[1]), following)
+            elif command.ready is not None:
                 await self._ready(instance, command.ready, following)
         except GuestError as error:
             raise CreateFailed("start", error.message) from error
@@ -85,6 +89,14 @@ class Starter:
         self._followers.discard(task)
         if not task.cancelled():
             task.exception()  # the link is gone, as its sandbox: whoever holds that knows
+
+    async def _let_pass(self, seconds: float, following: asyncio.Task[ExitStatus] | None) -> None:
+        """A ready command that only sleeps asks nothing: it gives the start command time, for as long as that runs."""
+        if following is None:
+            return
+        await asyncio.wait({following}, timeout=min(seconds, self._seconds))
+        if following.done():
+            _check_start(following)
 
     async def _ready(self, instance: Instance, ready: str, following: asyncio.Task[ExitStatus] | None) -> None:
         polling = asyncio.create_task(_poll(instance, ready))

@@ -34,7 +34,7 @@ from sandyard.images.build.base import (
 )
 from sandyard.images.build.chain import chain, reusable, then
 from sandyard.images.build.copying import CopyFailed
-from sandyard.images.build.start import try_start
+from sandyard.images.build.start import DEFAULT_READY, try_start
 from sandyard.images.build.steps import run_step
 
 COMMIT_AFTER = 1.0  # seconds of work that are worth a layer of their own
@@ -82,6 +82,8 @@ class Engine:
         told = start is not None or ready is not None
         if told and await self._start(plan, keys[-1], state, start, ready, ready_seconds):
             ready = None
+        if ready == DEFAULT_READY:
+            ready = None  # SDKs write it where nothing is known: no sandbox is to wait for what was seen to come up
         return Built(rootfs, self._size, done, start, ready)
 
     async def _start(
