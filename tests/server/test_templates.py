@@ -396,6 +396,7 @@ async def test_uploads_are_forgotten_by_age_and_by_size(tmp_path: Path) -> None:
     assert store.path("me", "d" * 8) is not None
     with pytest.raises(BadRequest, match="hash"):
         store.path("me", "../../x")
+    store.close()
 
 
 # --- names, tags, tenants ---

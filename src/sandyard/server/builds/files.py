@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,7 @@ from sandyard.images.build.archive import check_archive
 
 log = structlog.get_logger("sandyard.builds")
 
+AT_ONCE = 2  # archives that are checked
 UNPACKED_TIMES = 8  # how much larger the files may be than the limit of the archive
 _HASH = re.compile(r"[A-Za-z0-9_-]{8,128}")
 _PART = ".part-"
@@ -39,6 +41,12 @@ class FileStore:
     def __init__(self, home: Path, settings: BuildSettings) -> None:
         self._home = home
         self._settings = settings
+        # Of its own: to read archives takes long, and what shares its threads would wait.
+        self._checkers = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="archives")
+
+    def close(self) -> None:
+        """Check no more archives."""
+        self._checkers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def upload_limit(self) -> int:
@@ -63,7 +71,8 @@ class FileStore:
         try:
             await asyncio.to_thread(path.parent.mkdir, 0o700, True, True)
             size = await self._write(part, chunks)
-            await asyncio.to_thread(check_archive, part, self.upload_limit * UNPACKED_TIMES)
+            limit = self.upload_limit * UNPACKED_TIMES
+            await asyncio.get_running_loop().run_in_executor(self._checkers, check_archive, part, limit)
             await asyncio.to_thread(part.rename, path)
         except OSError as error:
             raise HostError(f"files {files_hash}: {error.strerror}", remedy="check the disk of paths.state") from error

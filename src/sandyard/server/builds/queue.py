@@ -91,6 +91,7 @@ class Builds:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
         self._keeper = None
+        self.files.close()
 
     # --- what callers do ---
 
