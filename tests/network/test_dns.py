@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandyard.network import dns, resolver
@@ -48,6 +48,7 @@ def test_a_name_that_points_at_itself() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 60))
+@settings(deadline=None)
 def test_broken_messages_are_value_errors(noise: bytes, cut: int) -> None:
     whole = answer(dns.query("example.com", 1), "1.2.3.4")
     for message in (noise, whole[:cut] + noise, whole[:12] + noise):

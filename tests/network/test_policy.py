@@ -5,7 +5,7 @@ from __future__ import annotations
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandyard.config import NetworkSettings
@@ -75,6 +75,7 @@ def test_what_is_no_domain_rule(text: str) -> None:
 
 
 @given(st.text(max_size=80))
+@settings(deadline=None)
 def test_a_canonical_name_is_its_own(text: str) -> None:
     name = canonical_domain(text)
     assert name is None or canonical_domain(name) == name
@@ -89,6 +90,7 @@ def test_special_ranges_are_never_allowed(address: str) -> None:
 
 
 @given(st.ip_addresses(v=4))
+@settings(deadline=None)
 def test_the_operator_adds_and_spares(address: IPv4Address) -> None:
     spared, added = IPv4Network("10.1.2.0/24"), IPv4Network("11.0.0.0/8")
     blocks = never_allowed(NetworkSettings(reachable=[spared], denied=[added, IPv4Network("10.1.2.7/32")]))

@@ -152,7 +152,7 @@ FIELDS = [
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_object_is_checked_or_refused_and_what_is_stored_is_a_policy(network: dict[str, Any]) -> None:
     try:
         stored = checked(network)
