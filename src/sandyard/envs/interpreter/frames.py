@@ -7,7 +7,6 @@ import struct
 from typing import Any, BinaryIO
 
 HEADER = struct.Struct(">I")
-MAX_FRAME = 64 << 20
 
 
 def encode(message: Any) -> bytes:
