@@ -39,7 +39,7 @@ from sandyard.runtimes.container.layout import Layout
 
 log = structlog.get_logger("sandyard.network")
 
-MADE_AT_ONCE = 4
+MADE_AT_ONCE = 8  # mostly waiting for the kernel
 RETRY_SECONDS = 5.0
 OUTSIDE = "1.1.1.1"  # any public address: the trial never leaves the namespace
 KERNEL = "the kernel needs nftables with NAT, or set network.egress = off"
