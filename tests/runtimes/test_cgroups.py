@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandyard.errors import HostError
+from sandyard.errors import HostError, SandboxError
 from sandyard.runtimes.container.cgroups import Cgroups, Counters, detect_cgroups
 
 V1 = ("memory", "pids", "cpu", "cpuacct", "freezer")
@@ -102,3 +102,33 @@ def test_a_tree_that_cannot_be_written_is_a_host_error(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("in the way")
     with pytest.raises(HostError, match="cannot delegate"):
         Cgroups({"": tmp_path}, "mine").prepare()
+
+
+def test_freezing_in_version_2_waits_for_the_kernel_and_gives_up(tmp_path: Path) -> None:
+    group = tmp_path / "mine" / "box"
+    group.mkdir(parents=True)
+    groups = Cgroups({"": tmp_path}, "mine")
+    (group / "cgroup.freeze").write_text("0")
+    (group / "cgroup.events").write_text("populated 1\nfrozen 1\n")
+    groups.freeze("box", 1.0)
+    assert (group / "cgroup.freeze").read_text() == "1"
+    assert groups.frozen("box")
+    groups.thaw("box")
+    assert (group / "cgroup.freeze").read_text() == "0"
+    (group / "cgroup.events").write_text("populated 1\nfrozen 0\n")
+    with pytest.raises(SandboxError, match="do not freeze within"):
+        groups.freeze("box", 0.02)
+    assert (group / "cgroup.freeze").read_text() == "0"  # it runs, as before
+
+
+def test_freezing_in_version_1_needs_its_controller(tmp_path: Path) -> None:
+    group = tmp_path / "freezer" / "mine" / "box"
+    group.mkdir(parents=True)
+    groups = Cgroups({name: tmp_path / name for name in V1}, "mine")
+    groups.freeze("box", 1.0)
+    assert (group / "freezer.state").read_text() == "FROZEN"
+    groups.thaw("box")
+    assert not groups.frozen("box")
+    without = Cgroups({name: tmp_path / name for name in V1 if name != "freezer"}, "mine")
+    assert not without.freezer
+    without.thaw("box")  # nothing to do, and no error
