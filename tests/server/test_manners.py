@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from sandyard.server import app
 from tests.server.conftest import LiveServer
 
 
@@ -24,6 +26,19 @@ def test_chunked_bodies_and_bodies_of_deletes(api: httpx.Client) -> None:
     gone = api.request("DELETE", path, json={"why": "done"})
     assert (gone.status_code, gone.content) == (204, b"")
     assert api.request("DELETE", path, content=pieces(b"{}")).status_code == 404
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = "POST /sweep HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head.encode())
+        answer = b""
+        while data := connection.recv(4096):
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":408' in answer
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 
 from fastapi import FastAPI, HTTPException
@@ -38,6 +39,8 @@ from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
 BODY_LIMIT = 1 << 20
+BODY_SECONDS = 60.0
+_CLOSE = {"connection": "close"}  # what is left of the body is not to be taken for a request
 ROUTERS = [
     module.router
     for module in (
@@ -94,15 +97,24 @@ class Application:
 
 
 def bounded(receive: Receive, limit: int) -> Receive:
-    """`receive` that gives up on a body of more than `limit` bytes: it is read before the key is looked at."""
-    left = limit
+    """`receive` that gives up on a body of more than `limit` bytes, or one that does not come in `BODY_SECONDS`:
+    it is read before the key is looked at."""
+    left, complete = limit, False
+    deadline = asyncio.get_running_loop().time() + BODY_SECONDS
 
     async def counted() -> Message:
-        nonlocal left
-        message = await receive()
+        nonlocal left, complete
+        if complete:
+            return await receive()  # waits for the client to go, which it need not do soon
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError as error:
+            raise HTTPException(408, f"the body did not come within {BODY_SECONDS:g} s", _CLOSE) from error
+        complete = not message.get("more_body", False)
         left -= len(message.get("body", b""))
         if left < 0:
-            raise HTTPException(413, f"the body passes {limit} bytes")
+            raise HTTPException(413, f"the body passes {limit} bytes", _CLOSE)
         return message
 
     return counted

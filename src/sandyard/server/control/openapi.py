@@ -18,6 +18,7 @@ _WORDS = {
     401: "No API key, more than one, or one that is not known.",
     403: "It belongs to the node or to another tenant, and can be used but not changed.",
     404: "It does not exist, or belongs to another tenant. For a sandbox that died lately `error_code` says why.",
+    408: "The body did not come in time.",
     409: "The state does not allow it.",
     413: "The body is too large.",
     429: "There is no room; `Retry-After` says when to try again.",
@@ -89,7 +90,7 @@ def _statuses(path: str, method: str, operation: dict[str, Any]) -> set[int]:
     if body or operation.get("parameters") or method == "post":
         found.add(400)
     if body:
-        found.add(413)
+        found |= {408, 413}
     if "{" in path or body:
         found.add(404)
     if "{" in path and "sandbox" in path:
