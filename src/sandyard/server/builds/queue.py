@@ -213,6 +213,7 @@ class Builds:
             saver.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await saver
+            await self._save_cache()  # what a failed build came to is of use to the next one
         await self._end(template, ended, say)
 
     async def _attempt(self, template: Template, build: Build, order: Order, say: BuildLog) -> Build:
@@ -248,7 +249,6 @@ class Builds:
             say(f"built in {time.monotonic() - began:.1f} s, {built.size_bytes >> 10} KiB added", step=FINAL_STEP)
             await self._catalog.put_build(ready)
             await self._catalog.set_tags(template, build.id, build.config.get("tags", ()))
-        await self._save_cache()
         return ready
 
     def _error(self, build: Build, step: str | None, message: str, say: BuildLog) -> Build:
