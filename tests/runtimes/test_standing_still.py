@@ -200,6 +200,29 @@ def _devices(image: Path) -> int:
     return found
 
 
+async def test_disks_are_found_below_a_symlink(settings: Settings, empty: Rootfs, tmp_path: Path) -> None:
+    """The kernel names the file that a device shows by its real path."""
+    (tmp_path / "link").symlink_to(settings.paths.state, target_is_directory=True)
+    paths = settings.paths.model_copy(update={"state": tmp_path / "link"})
+    runtime = ContainerRuntime(settings.model_copy(update={"paths": paths}))
+    wanted = spec("linked", empty)
+    made = await runtime.create(wanted)
+    try:
+        for path in ("/first", "/second"):
+            await made.agent.write_file(path, b"kept" * 1000)
+            await made.commit(tmp_path / path[1:])
+            await runtime.halt(wanted.sandbox_id)
+            made = await runtime.boot(wanted)
+        rootfs = replace(empty, layers=[tmp_path / "second", *empty.layers])
+        copy = await runtime.create(spec("copy", rootfs))
+        for path in ("/first", "/second"):
+            assert await content(made, path) == await content(copy, path) == b"kept" * 1000
+    finally:
+        for sandbox_id in await runtime.list():
+            await runtime.destroy(sandbox_id)
+        await runtime.close()
+
+
 async def test_layers_have_a_limit(runtime: ContainerRuntime, empty: Rootfs, tmp_path: Path) -> None:
     most = replace(empty, layers=list(empty.layers) * MAX_LAYERS)
     too_many = replace(empty, layers=list(empty.layers) * (MAX_LAYERS + 1))

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from sandyard.errors import SandboxError
@@ -32,10 +32,11 @@ StandStill = Callable[[], AbstractContextManager[None]]
 
 def loop_device(image: Path) -> Path | None:
     """The device that shows `image`; None where there is none. Blocking."""
+    real = os.path.realpath(image)  # as the kernel has it
     for name in os.listdir("/sys/block"):
         if name.startswith("loop"):
             with suppress(OSError):  # not attached, or it went meanwhile
-                if Path("/sys/block", name, "loop/backing_file").read_text().rstrip("\n") == str(image):
+                if Path("/sys/block", name, "loop/backing_file").read_text().rstrip("\n") == real:
                     return Path("/dev", name)
     return None
 
@@ -50,11 +51,11 @@ def wait_detached(image: Path, deadline: float) -> None:
         time.sleep(0.005)
 
 
-def commit(home: Path, target: Path, stand_still: StandStill) -> int:
+def commit(home: Path, target: Path, stand_still: StandStill | None) -> int:
     """Copy the disk below `home` to `target`, and return the bytes that takes. Blocking.
 
-    `stand_still` opens a context in which no process of the sandbox runs. Raises `SandboxError`, with
-    nothing left at `target`."""
+    `stand_still` opens a context in which no process of the sandbox runs; None: it has none. Raises
+    `SandboxError`, with nothing left at `target`."""
     if os.path.lexists(target):
         raise SandboxError(f"commit of sandbox {home.name}: {target} exists already")
     partial = target.with_name(target.name + PARTIAL)
@@ -63,7 +64,7 @@ def commit(home: Path, target: Path, stand_still: StandStill) -> int:
         if image.exists():
             size = _image(image, partial, stand_still)
         else:
-            with stand_still():
+            with stand_still() if stand_still is not None else nullcontext():
                 _tree(home / "upper", partial)
             sync_tree(partial)
             size = tree_bytes(partial)
@@ -92,10 +93,12 @@ def sync_tree(path: Path) -> None:
         raise SandboxError(f"sync of {path}: {done.stderr.strip()}")
 
 
-def _image(image: Path, partial: Path, stand_still: StandStill) -> int:
-    device = loop_device(image)  # None: it was halted, and all of it is in the image
+def _image(image: Path, partial: Path, stand_still: StandStill | None) -> int:
     _check_room(partial.parent, image.stat().st_blocks * 512)
-    if device is None:
+    device = loop_device(image)
+    if (device is None) != (stand_still is None):
+        raise SandboxError(f"{image}: {'no' if device is None else 'still a'} device shows it")
+    if device is None or stand_still is None:
         _copy(image, partial)
     else:
         _flush(device)

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -253,7 +253,7 @@ class ContainerRuntime(Runtime):
                 raise SandboxError(f"sandbox {sandbox_id} is not halted")
             if len(halt.spec.rootfs.layers) >= MAX_LAYERS:
                 raise Unsupported(f"sandbox {sandbox_id} stands on {MAX_LAYERS} layers already; no more can be added")
-            return await self.in_thread(commit, self.layout.disks / sandbox_id, target, nullcontext)
+            return await self.in_thread(commit, self.layout.disks / sandbox_id, target, None)
 
     async def destroy(self, sandbox_id: str) -> None:
         if not _ID.fullmatch(sandbox_id):
