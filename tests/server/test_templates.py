@@ -16,7 +16,7 @@ from e2b import BuildException, LogEntry, Sandbox, SandboxException, Template
 
 from sandyard.config import BuildSettings
 from sandyard.errors import BadRequest
-from sandyard.images.build import Cached, State
+from sandyard.images.build import Cached, Level, State
 from sandyard.server.builds import BuildLog, FileStore
 from sandyard.server.builds import tickets as tickets_module
 from sandyard.server.builds.cache import LayerCache
@@ -602,13 +602,20 @@ def test_a_log_is_bounded_and_survives(tmp_path: Path) -> None:
     log = BuildLog(tmp_path / "b/x.log", 100)
     for number in range(500):
         log(f"line {number}", step="1")
+    for number in range(500):
+        log(f"error {number}", level=Level.ERROR)
     log.save()
     with (tmp_path / "b/x.log").open("a") as file:
         file.write('{"t": 1, "m"')
     loaded = BuildLog.load(tmp_path / "b/x.log", 100).entries()
-    assert len(loaded) == 101
+    assert len(loaded) == 101 + 32
     assert (loaded[99].message, loaded[99].step) == ("line 99", "1")
     assert "left out" in loaded[100].message
+    assert loaded[101].message == "error 0"
+    wide = BuildLog(tmp_path / "b/y.log", 20_000)
+    for _ in range(2000):
+        wide("x" * 8000)
+    assert sum(len(entry.message) for entry in wide.entries()) < 5 << 20
 
 
 async def test_a_restart_makes_unfinished_builds_errors_and_keeps_the_rest(

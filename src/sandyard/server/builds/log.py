@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sandyard.images.build import Level
 
+MAX_CHARS = 4 << 20  # of all entries together
 LEVELS = (Level.DEBUG, Level.INFO, Level.WARN, Level.ERROR)
 
 
@@ -24,13 +25,17 @@ class LogEntry:
 
 
 class BuildLog:
-    """Called by the engine. Past `limit` entries only one more is kept: that the rest was dropped; errors still are."""
+    """Called by the engine. Past `limit` entries, or `MAX_CHARS`, one more says that the rest is left out; a few
+    errors are kept still."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path
         self._limit = limit
         self._entries: list[LogEntry] = []
         self._saved = 0
+        self._chars = 0
+        self._full = False
+        self._errors_left = 32
 
     @classmethod
     def load(cls, path: Path, limit: int) -> BuildLog:
@@ -50,11 +55,14 @@ class BuildLog:
         return made
 
     def __call__(self, message: str, *, level: Level = Level.INFO, step: str | None = None) -> None:
-        if len(self._entries) >= self._limit:
-            if len(self._entries) == self._limit:
-                self._entries.append(LogEntry(time.time(), "the log is full: what follows is left out", Level.WARN))
-            if level is not Level.ERROR or len(self._entries) > self._limit + 32:
+        if not self._full and (len(self._entries) >= self._limit or self._chars > MAX_CHARS):
+            self._full = True
+            self._entries.append(LogEntry(time.time(), "the log is full: what follows is left out", Level.WARN))
+        if self._full:
+            if level is not Level.ERROR or self._errors_left <= 0:
                 return
+            self._errors_left -= 1
+        self._chars += len(message)
         self._entries.append(LogEntry(time.time(), message, level, step))
 
     def entries(self, level: Level | None = None) -> Sequence[LogEntry]:

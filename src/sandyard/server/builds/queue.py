@@ -28,7 +28,7 @@ from sandyard.server.builds.workshop import SandboxWorkshop
 log = structlog.get_logger("sandyard.builds")
 
 SAVE_SECONDS = 2.0
-LOGS_KEPT = 64  # logs of finished builds that stay in memory
+LOGS_KEPT = 16  # logs of finished builds that stay in memory
 COLLECT_SECONDS = 3600.0
 BUSY_SECONDS = 5.0
 WAITING_SECONDS = 86400.0  # a build that was never begun is given up after so long
