@@ -16,7 +16,19 @@ import typer
 from sandyard.cli.console import stderr
 from sandyard.errors import ClientError, SandyardError
 
-NOUNS = ("serve", "setup", "doctor", "conformance", "auth", "sandbox", "snapshot", "template", "train", "evaluate")
+NOUNS = (
+    "serve",
+    "setup",
+    "doctor",
+    "conformance",
+    "auth",
+    "sandbox",
+    "snapshot",
+    "template",
+    "train",
+    "evaluate",
+    "openenv",
+)
 
 
 def build_app() -> typer.Typer:

@@ -1,0 +1,1 @@
+"""OpenEnv both ways: a server of any env of ours, and a client to any server."""
