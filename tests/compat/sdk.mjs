@@ -105,7 +105,7 @@ const checks = {
       assert.ok((await box.commands.list()).some((process) => process.pid === sleeper.pid))
       assert.equal(await box.files.read(BOOT_ID), boot)
       await box.files.write('/home/user/kept', 'kept')
-      await box.pause({ mode: 'filesystem' })
+      await box.pause({ keepMemory: false })
       await box.connect({ timeoutMs: 100_000 })
       assert.equal(await box.files.read('/home/user/kept'), 'kept')
       assert.notEqual(await box.files.read(BOOT_ID), boot)
