@@ -13,6 +13,7 @@ from sandyard.errors import Conflict, DeathReason, NotFound, SandyardError, Unsu
 from sandyard.runtimes.base import Instance
 from sandyard.sandboxes.halted import HaltedInstance
 from sandyard.sandboxes.model import OnTimeout, PauseMode, Sandbox, State
+from sandyard.sandboxes.starting import tell_environment
 
 if TYPE_CHECKING:
     from sandyard.sandboxes.manager import SandboxManager
@@ -196,6 +197,8 @@ class Pausing:
             sandbox.placed = True
         self._take(sandbox, await manager.runtime.boot(sandbox.instance.spec))
         await manager.permit(sandbox)
+        if sandbox.start:
+            await tell_environment(sandbox.instance, sandbox.envs)
         await manager.starter.run(sandbox.instance, sandbox.start, sandbox.log)
 
     def _take(self, sandbox: Sandbox, instance: Instance) -> None:

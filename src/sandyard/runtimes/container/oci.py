@@ -16,6 +16,7 @@ AGENT_FD = 3
 ID_COUNT = 65536
 CPU_PERIOD = 100_000  # microseconds
 SHM_MB = 64
+TOLD = "/run/sandyard"  # what the host tells a sandbox while it runs: no part of its files, so of no copy of them
 
 # What OCI engines give a container by default: all of it is within the user namespace.
 CAPABILITIES = [
@@ -134,6 +135,7 @@ def _mounts(network: Path | None) -> list[dict[str, Any]]:
         _mount("/dev/pts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"),
         _mount("/dev/shm", "tmpfs", *quiet, "mode=1777", f"size={SHM_MB}m", source="shm"),
         _mount("/dev/mqueue", "mqueue", *quiet),
+        _mount(TOLD, "tmpfs", *quiet, "mode=755", "size=4m"),
         # Only who owns a network namespace may mount its sysfs; a joined one comes with it mounted.
         _mount("/sys", "sysfs", *quiet, "ro")
         if network is None

@@ -101,11 +101,12 @@ async def nodes(here: Here, _tenant: Tenant) -> list[Node]:
 
 
 @router.get("/nodes/{node_id}")
-async def node(node_id: str, here: Here, _tenant: Tenant) -> NodeDetail:
-    """One machine, with the ids of the builds that sandboxes can start from at once."""
+async def node(node_id: str, here: Here, tenant: Tenant) -> NodeDetail:
+    """One machine, with the ids of the builds that this tenant's sandboxes can start from at once."""
     if node_id != node_name():
         raise NotFound(f"node '{node_id}' not found", remedy=f"this one is '{node_name()}'")
-    builds = [build.id for t in here.manager.catalog.all() for build in t.builds.values() if build.status == "ready"]
+    templates = here.manager.catalog.all(tenant)
+    builds = [build.id for t in templates for build in t.builds.values() if build.status == "ready"]
     return NodeDetail.model_validate({**_figures(here), "cachedBuilds": builds})
 
 
