@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 
 from sandyard.errors import GuestError, GuestErrorCode
-from sandyard.guest.base import ExitStatus, Process, ProcessSpec, PtySize
+from sandyard.guest.base import Agent, ExitStatus, Process, ProcessSpec, PtySize
 from sandyard.guest.shell import spawn_shell
 from sandyard.sandboxes.log import Level, SandboxLog
 from sandyard.server.envd.call import Aborted, Call, unknown_user
@@ -43,11 +43,24 @@ async def list_processes(call: Call, _message: Message) -> Message:
     processes = []
     for pid in sorted(running):
         session = known.get(pid)
-        entry: Message = {"pid": pid, "config": dict(session.config) if session else {"cmd": ""}}
+        known_config = dict(session.config) if session else {}
+        config = known_config if known_config.get("cmd") else await _seen(call.sandbox.agent, pid)
+        entry: Message = {"pid": pid, "config": config}
         if session is not None and session.tag:
             entry["tag"] = session.tag
         processes.append(entry)
     return {"processes": processes}
+
+
+async def _seen(agent: Agent, pid: int) -> Message:
+    """What the sandbox says of a process that none of its clients started here: a start command, or one of an
+    earlier server. It is what runs now, which may have replaced what was asked for."""
+    try:
+        chunks = [chunk async for chunk in agent.read_file(f"/proc/{pid}/cmdline", length=SHOWN_CONFIG)]
+    except GuestError:
+        return {"cmd": ""}  # it ended meanwhile
+    command, *arguments = b"".join(chunks).rstrip(b"\0").decode("utf-8", "replace").split("\0")
+    return {"cmd": command, "args": arguments}
 
 
 async def update(call: Call, message: Message) -> Message:
