@@ -117,13 +117,14 @@ class Instance(ABC):
         """Let the processes go on. Idempotent."""
         raise Unsupported(f"{type(self).__name__} cannot resume a sandbox")
 
-    async def commit(self, target: Path) -> int:
+    async def commit(self, target: Path, *, durable: bool = True) -> int:
         """Write what was changed above `spec.rootfs` to `target`, a new name: an immutable layer for
         other sandboxes' `Rootfs.layers`. Files only, no memory. Returns its bytes on the host's disk.
 
         All files are from one instant; a running sandbox stands still for that long and then goes
-        on, a paused one stays paused. Atomic: on failure nothing is left at `target`. Raises
-        `Unsupported`, or `SandboxError` (the host's disk is full, …)."""
+        on, a paused one stays paused. Atomic: on failure nothing is left at `target`. A `durable` layer
+        outlives a crash of the host once this returns. Raises `Unsupported`, or `SandboxError` (the host's
+        disk is full, …)."""
         raise Unsupported(f"{type(self).__name__} cannot commit a sandbox's files")
 
 

@@ -54,7 +54,7 @@ class MemoryInstance(Instance):
         self._check_alive()
         self.paused = False
 
-    async def commit(self, target: Path) -> int:
+    async def commit(self, target: Path, *, durable: bool = True) -> int:
         self._check_alive()
         if len(self.spec.rootfs.layers) >= MAX_LAYERS:
             raise Unsupported(f"sandbox {self.spec.sandbox_id} stands on {MAX_LAYERS} layers already")

@@ -82,7 +82,7 @@ class Copying:
         self._known(sandbox.tenant, names)
         began = time.monotonic()
         with manager.catalog.new_layer() as path:
-            rootfs, size = await self._commit(sandbox, path)
+            rootfs, size = await self._commit(sandbox, path, durable=True)
             async with self._naming:  # two of one new name are one snapshot with two states
                 template = self._known(sandbox.tenant, names) or await manager.catalog.add_template(
                     sandbox.tenant, KIND, names, source=sandbox.id
@@ -112,7 +112,8 @@ class Copying:
         self.check(memory=False)
         began = time.monotonic()
         with manager.catalog.new_layer() as path:
-            rootfs, _ = await self._commit(sandbox, path)
+            # Its children do not outlive a crash of the host; one that is halted brings its layers to the disk.
+            rootfs, _ = await self._commit(sandbox, path, durable=False)
             work = [asyncio.create_task(manager.spawn(sandbox, rootfs, seconds)) for _ in range(count)]
             try:
                 children = await asyncio.gather(*(_outcome(task) for task in work))
@@ -142,12 +143,12 @@ class Copying:
             raise NotFound(f"snapshot '{reference}' not found")
         return Snapshot(template, Reference.parse(reference).tag or DEFAULT_TAG, build)
 
-    async def _commit(self, sandbox: Sandbox, path: Path) -> tuple[Rootfs, int]:
+    async def _commit(self, sandbox: Sandbox, path: Path, *, durable: bool) -> tuple[Rootfs, int]:
         await self._manager.pausing.settle(sandbox)
         if not sandbox.state.alive:
             raise sandbox.death or NotFound(f"sandbox '{sandbox.id}' not found")
         rootfs = sandbox.instance.spec.rootfs
-        size = await sandbox.instance.commit(path)
+        size = await sandbox.instance.commit(path, durable=durable)
         return replace(rootfs, layers=[path, *rootfs.layers]), size
 
     async def _drop_untagged(self, template: Template, build: Build) -> None:

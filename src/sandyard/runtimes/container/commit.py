@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def wait_detached(image: Path, deadline: float) -> None:
         time.sleep(0.005)
 
 
-def commit(home: Path, target: Path, stand_still: StandStill | None) -> int:
+def commit(home: Path, target: Path, stand_still: StandStill | None, durable: bool) -> int:
     """Copy the disk below `home` to `target`, and return the bytes that takes. Blocking.
 
     `stand_still` opens a context in which no process of the sandbox runs; None: it has none. Raises
@@ -63,13 +63,17 @@ def commit(home: Path, target: Path, stand_still: StandStill | None) -> int:
         image = home / "disk.img"
         if image.exists():
             size = _image(image, partial, stand_still)
+            if durable:
+                sync(partial)
         else:
             with stand_still() if stand_still is not None else nullcontext():
                 _tree(home / "upper", partial)
-            sync_tree(partial)
+            if durable:
+                sync_tree(partial)
             size = tree_bytes(partial)
         os.rename(partial, target)
-        sync(target.parent)
+        if durable:
+            sync(target.parent)
     except OSError as error:
         raise SandboxError(f"commit of sandbox {home.name} to {target}: {error.strerror or error}") from error
     finally:
@@ -84,6 +88,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_layers(layers: Sequence[Path]) -> None:
+    """Bring layers that were committed to the host's disk; costs little for those that are. Blocking."""
+    for layer in layers:
+        if layer.is_file():
+            sync(layer)
+            sync(layer.parent)
 
 
 def sync_tree(path: Path) -> None:
@@ -108,7 +120,6 @@ def _image(image: Path, partial: Path, stand_still: StandStill | None) -> int:
             _flush(device)
             if _written(device) != written:
                 _copy_again(image, partial)
-    sync(partial)
     return partial.stat().st_blocks * 512
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandyard.runtimes.base import SandboxSpec
-from sandyard.runtimes.container.commit import sync, sync_tree, wait_detached
+from sandyard.runtimes.container.commit import sync, sync_layers, sync_tree, wait_detached
 from sandyard.runtimes.container.layout import boot_id, decode_spec, encode_spec, read_json, write_json
 
 _RECORD = "halted.json"
@@ -43,6 +43,7 @@ class Halts:
             sync(image)
         else:
             sync_tree(image.parent)
+        sync_layers(spec.rootfs.layers)
         self._write(spec, complete=True)
 
     def get(self, sandbox_id: str) -> Halt | None:

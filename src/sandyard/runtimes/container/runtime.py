@@ -22,7 +22,7 @@ from sandyard.guest.client import open_agent
 from sandyard.runtimes.base import MAX_LAYERS, Capabilities, Instance, Probe, Runtime, SandboxSpec
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.choice import Choice, Chooser
-from sandyard.runtimes.container.commit import commit
+from sandyard.runtimes.container.commit import commit, sync_layers
 from sandyard.runtimes.container.disk import Disks
 from sandyard.runtimes.container.halts import Halts
 from sandyard.runtimes.container.instance import ContainerInstance
@@ -187,7 +187,7 @@ class ContainerRuntime(Runtime):
             if not instance.linked:
                 await self._answer(instance)
 
-    async def commit(self, instance: ContainerInstance, target: Path) -> int:
+    async def commit(self, instance: ContainerInstance, target: Path, *, durable: bool) -> int:
         """`Instance.commit`."""
         spec = instance.spec
         if len(spec.rootfs.layers) >= MAX_LAYERS:
@@ -204,7 +204,9 @@ class ContainerRuntime(Runtime):
                     if not instance.paused:
                         self.cgroups.thaw(spec.sandbox_id)
 
-            return await self.in_thread(commit, self.layout.disks / spec.sandbox_id, target, stand_still)
+            if durable:  # it is nothing without what it stands on
+                await self.in_thread(sync_layers, spec.rootfs.layers)
+            return await self.in_thread(commit, self.layout.disks / spec.sandbox_id, target, stand_still, durable)
 
     async def halt(self, sandbox_id: str) -> None:
         async with self._lock(sandbox_id):
@@ -253,7 +255,7 @@ class ContainerRuntime(Runtime):
                 raise SandboxError(f"sandbox {sandbox_id} is not halted")
             if len(halt.spec.rootfs.layers) >= MAX_LAYERS:
                 raise Unsupported(f"sandbox {sandbox_id} stands on {MAX_LAYERS} layers already; no more can be added")
-            return await self.in_thread(commit, self.layout.disks / sandbox_id, target, None)
+            return await self.in_thread(commit, self.layout.disks / sandbox_id, target, None, True)
 
     async def destroy(self, sandbox_id: str) -> None:
         if not _ID.fullmatch(sandbox_id):
