@@ -7,12 +7,17 @@ import re
 from sandyard.network.policy import canonical_domain
 
 LIMIT = 64 * 1024  # bytes within which the name must have come
+# Far more than clients send. All sandboxes wait while one name is read, so the work has bounds beside the bytes.
+MAX_RECORDS = 64
+MAX_EXTENSIONS = 256
+MAX_HEADERS = 256
 
 _HANDSHAKE = 0x16
 _CLIENT_HELLO = 1
 _SERVER_NAME = 0
 _METHOD = re.compile(rb"[A-Z]{1,20} ")
-_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
+_FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_BREAKS = re.compile(rb"[\r\n\0]")
 
 
 class Incomplete(Exception):
@@ -54,24 +59,34 @@ class _Reader:
 
 
 def _server_name(data: bytes) -> str | None:
-    hello = _Reader(_handshake(data))
-    if hello.number(1) != _CLIENT_HELLO:
+    payload, more = _handshake(data)
+    hello = _Reader(payload)
+    try:
+        if hello.number(1) != _CLIENT_HELLO:
+            return None
+        body = hello.block(3)
+    except Incomplete:
+        if more:
+            raise
         return None
-    body = hello.block(3)
     try:
         return _name_of(body)
     except Incomplete:  # all of it is here: its lengths lie
         return None
 
 
-def _handshake(data: bytes) -> bytes:
-    """The payload of the leading handshake records, which may cut a message anywhere."""
-    payload = b""
-    while len(data) >= 5 and data[0] == _HANDSHAKE and data[1] == 3:
-        size = int.from_bytes(data[3:5])
-        payload += data[5 : 5 + size]
-        data = data[5 + size :]
-    return payload
+def _handshake(data: bytes) -> tuple[bytes, bool]:
+    """The payload of the leading handshake records, which may cut a message anywhere; and whether more of it may
+    come. Records without content are none (RFC 8446, 5.1), and what takes too many is not from a client."""
+    parts: list[bytes] = []
+    at = 0
+    while len(data) - at >= 5:
+        size = int.from_bytes(data[at + 3 : at + 5])
+        if data[at] != _HANDSHAKE or data[at + 1] != 3 or size == 0 or len(parts) == MAX_RECORDS:
+            return b"".join(parts), False
+        parts.append(data[at + 5 : at + 5 + size])
+        at += 5 + size
+    return b"".join(parts), True
 
 
 def _name_of(body: _Reader) -> str | None:
@@ -79,7 +94,9 @@ def _name_of(body: _Reader) -> str | None:
     for size in (1, 2, 1):  # session id, cipher suites, compression methods
         body.block(size)
     extensions = body.block(2) if body else body
-    while extensions:
+    for _ in range(MAX_EXTENSIONS):
+        if not extensions:
+            break
         kind, content = extensions.number(2), extensions.block(2)
         if kind == _SERVER_NAME:
             names = content.block(2)
@@ -97,11 +114,14 @@ def _host_header(data: bytes) -> str | None:
     head, end, _ = data.partition(b"\r\n\r\n")
     if not end:
         raise Incomplete
+    lines = head.split(b"\r\n")[1:]
+    if len(lines) > MAX_HEADERS:
+        return None
     hosts = []
-    for line in head.split(b"\r\n")[1:]:
-        header = _HEADER.fullmatch(line)
-        if header is None:
+    for line in lines:
+        field, colon, value = line.partition(b":")
+        if not colon or not _FIELD.fullmatch(field) or _BREAKS.search(value):
             return None  # folded or broken: servers differ in how they read it
-        if header[1].lower() == b"host":
-            hosts.append(header[2].decode("ascii", "replace"))
+        if field.lower() == b"host":
+            hosts.append(value.strip(b" \t").decode("ascii", "replace"))
     return re.sub(r":\d*$", "", hosts[0]) if len(hosts) == 1 else None

@@ -42,6 +42,8 @@ def parse_network(text: str) -> IPv4Network | ipaddress.IPv6Network | None:
 def canonical_domain(text: str) -> str | None:
     """A host name in lower-case ASCII without the final dot; None where it is none. `*` and `*.` are no part of it."""
     name = text.strip().rstrip(".").lower()
+    if len(name) > 1024:  # before IDNA, which takes long for long names
+        return None
     try:
         name = name if name.isascii() else name.encode("idna").decode()
     except UnicodeError:
