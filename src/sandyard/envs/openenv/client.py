@@ -75,11 +75,12 @@ class OpenEnvClient(Env):
         self._submission: str | None = None
 
     async def connect(self) -> None:
-        """Open a session unless one lives, and learn the tools. A lost one is not replaced: see `reset`."""
+        """Open a session unless one lives, and learn the tools. Raises `SessionLost` where it was lost."""
         async with self._turn():
             if self._link is None:
                 await self._begin()
-            self._require_link()
+            elif self._link.lost is not None:
+                raise SessionLost(self._link.lost)
 
     async def reset(self, task: Task | None = None) -> StepResult:
         """Begin an episode; in a new session where the old one was lost. `episode_id` is the task's id,
