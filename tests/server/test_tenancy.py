@@ -119,6 +119,19 @@ def test_what_a_node_tells_of_itself_names_nothing_of_another_tenant(api: httpx.
     assert theirs  # the node's own are everybody's
 
 
+def test_the_owner_of_a_public_template_does_not_learn_who_uses_it(api: httpx.Client, other: httpx.Client) -> None:
+    made = build(api, "shared", "true")
+    assert api.patch(f"/v2/templates/{made['templateID']}", json={"public": True}).status_code == 200
+    theirs = Box(other, templateID="shared")
+    alone = api.delete("/templates/shared")
+    mine = Box(api, templateID="shared")
+    both = api.delete("/templates/shared")
+    assert (alone.status_code, both.status_code) == (400, 400)
+    assert "1 sandboxes use it, 1 of other tenants" in alone.json()["message"]
+    assert mine.id in both.text
+    assert theirs.id not in alone.text + both.text
+
+
 def test_a_key_of_one_tenant_for_creates_is_not_that_of_another(api: httpx.Client, other: httpx.Client) -> None:
     headers = {"Idempotency-Key": "same"}
     made = [

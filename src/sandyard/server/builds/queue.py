@@ -132,11 +132,15 @@ class Builds:
     async def delete(self, template: Template) -> None:
         """Delete a template or a snapshot with all that only it needs. Sandboxes of a snapshot go on, on their
         layers. Raises `BadRequest` while sandboxes of a template live, and for the node's own."""
-        users = [s.id for s in self._manager.everyone() if s.template_id == template.id]
+        users = [s for s in self._manager.everyone() if s.template_id == template.id]
         if users and template.kind == "template":
+            # Of others no more than their number: an id is all it takes to use a sandbox that is not secured.
+            mine = [s.id for s in users if s.tenant == template.tenant]
+            named = f" ({', '.join(mine[:3])}{', …' if len(users) > 3 else ''})" if mine else ""
+            others = f", {len(users) - len(mine)} of other tenants" if len(users) > len(mine) else ""
             raise BadRequest(
-                f"template '{template.name}' cannot be deleted: {len(users)} sandboxes use it ({users[0]}, …)",
-                remedy="kill them first",
+                f"template '{template.name}' cannot be deleted: {len(users)} sandboxes use it{others}{named}",
+                remedy="kill them first" if mine else "make it private, and wait for them to end",
             )
         await self.cancel(template)
         await self._catalog.delete(template)
