@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from sandyard.runtimes.base import Resources
-from sandyard.sandboxes import Sandbox, Snapshot, TemplateView
+from sandyard.sandboxes import Sandbox, Snapshot
 from sandyard.server.usage import MIB, Sample
 
 ENVD_VERSION = "0.6.13"  # the envd whose features are offered
@@ -252,45 +252,6 @@ class ForkResult(BaseModel):
     sandbox: SandboxView | None = None
     error: ErrorBody | None = None
     memory: bool = False
-
-
-class TemplateInfo(BaseModel):
-    templateID: str
-    buildID: str
-    aliases: list[str]
-    names: list[str]
-    public: bool = False
-    cpuCount: int
-    memoryMB: int
-    diskSizeMB: int
-    createdAt: datetime
-    updatedAt: datetime
-    createdBy: None = None
-    lastSpawnedAt: None = None
-    spawnCount: int = 0
-    buildCount: int = 1
-    buildStatus: str = "ready"
-    envdVersion: str = ENVD_VERSION
-
-    @classmethod
-    def of(cls, template: TemplateView, resources: Resources) -> TemplateInfo:
-        created = datetime.fromtimestamp(template.created_at, UTC)
-        return cls(
-            templateID=template.template_id,
-            buildID=template.template_id,
-            aliases=[template.name],
-            names=[template.name],
-            cpuCount=cpu_count(resources),
-            memoryMB=resources.memory_mb,
-            diskSizeMB=resources.disk_mb,
-            createdAt=created,
-            updatedAt=created,
-        )
-
-
-class TemplateAlias(BaseModel):
-    templateID: str
-    public: bool = False
 
 
 class Capacity(BaseModel):
