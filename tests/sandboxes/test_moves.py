@@ -12,6 +12,7 @@ from sandyard.errors import Conflict, CreateFailed, DeathReason, HostError, NotF
 from sandyard.runtimes.memory import MemoryInstance, MemoryRuntime
 from sandyard.sandboxes import Sandbox, State
 from sandyard.sandboxes.model import OnTimeout, PauseMode, TimeoutPolicy
+from sandyard.sandboxes.starting import StartCommand
 
 if TYPE_CHECKING:
     from tests.sandboxes.conftest import OpenYard, Until, Wanted
@@ -90,6 +91,35 @@ async def test_a_kill_during_a_move_is_the_last_word(open_yard: OpenYard, wanted
             assert yard.admission.count == 0
             with pytest.raises(SandboxDied):
                 await yard.pausing.resume(made, 60)
+
+
+async def test_a_kill_does_not_wait_for_a_boot_to_become_ready(open_yard: OpenYard, wanted: Wanted) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime) as yard:
+        made = await yard.create(wanted())
+        await yard.pausing.pause(made, memory=False)
+        made.start = StartCommand(None, "false")  # never ready
+        waiting = [asyncio.ensure_future(yard.pausing.resume(made, 60)) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        await yard.kill(made.id, DeathReason.KILLED)
+        assert time.monotonic() - began < 2
+        for each in waiting:
+            with pytest.raises(SandboxDied):
+                await each
+        assert await runtime.list() == []
+        assert yard.admission.count == 0
+
+
+async def test_traffic_does_not_wake_what_is_about_to_keep_files_only(open_yard: OpenYard, wanted: Wanted) -> None:
+    async with open_yard(SlowRuntime()) as yard:
+        made = await yard.create(wanted(policy=TimeoutPolicy(OnTimeout.PAUSE, True, True)))
+        pausing = asyncio.ensure_future(yard.pausing.pause(made, memory=False))
+        await asyncio.sleep(0.005)
+        with pytest.raises(NotFound, match="paused"):
+            await yard.reach(made.id)
+        await pausing
+        assert made.state is State.PAUSED
 
 
 async def test_a_pause_that_cannot_be_recorded_leaves_it_running(

@@ -48,6 +48,12 @@ class Pausing:
         while (move := self._moves.get(sandbox.id)) is not None:
             await asyncio.wait({move})
 
+    async def abandon(self, sandbox: Sandbox) -> None:
+        """End the move under way, of a sandbox that is being killed; returns when nothing of it runs."""
+        if (move := self._moves.get(sandbox.id)) is not None:
+            move.cancel()
+        await self.settle(sandbox)
+
     async def pause(self, sandbox: Sandbox, *, memory: bool = True, why: str = "as asked for") -> None:
         """Pause, with the processes and their memory or with the files only. It is recorded before this returns.
 
@@ -68,8 +74,8 @@ class Pausing:
         Raises `SandboxDied`, `CapacityError` (one that boots needs a place), and what the runtime raises, with
         the sandbox paused."""
         self._manager.check_timeout(seconds)
-        while sandbox.state is State.RESUMING and (move := self._moves.get(sandbox.id)) is not None:
-            await asyncio.shield(move)
+        if sandbox.state is State.RESUMING and (move := self._moves.get(sandbox.id)) is not None:
+            await _joined(sandbox, move)
             await self._manager.set_timeout(sandbox, seconds, only_extend=True)
             return True
         await self.settle(sandbox)
@@ -86,12 +92,14 @@ class Pausing:
         Raises `NotFound` where it does not, `SandboxDied`, `TimeoutError`, and what `resume` raises."""
         if sandbox.state is State.RUNNING:
             return
-        resumes = sandbox.policy.auto_resume and sandbox.pause_mode is not PauseMode.FILESYSTEM
-        if not resumes and sandbox.state is not State.RESUMING:
-            _check_alive(sandbox)
-            raise NotFound(f"sandbox '{sandbox.id}' is paused")
         seconds = min(max(AUTO_RESUME_LIFE, sandbox.lifetime), self._manager.settings.sandbox.max_timeout)
         async with asyncio.timeout(AUTO_RESUME_WAIT):
+            if sandbox.state is State.PAUSING and sandbox.policy.auto_resume:
+                await self.settle(sandbox)  # what it keeps is known then
+            resumes = sandbox.policy.auto_resume and sandbox.pause_mode is not PauseMode.FILESYSTEM
+            if sandbox.state not in (State.RUNNING, State.RESUMING) and not resumes:
+                _check_alive(sandbox)
+                raise NotFound(f"sandbox '{sandbox.id}' is paused")
             await self.resume(sandbox, seconds)
 
     async def expire(self, sandbox: Sandbox, detail: str) -> None:
@@ -121,7 +129,7 @@ class Pausing:
     async def _move(self, sandbox: Sandbox, work: Coroutine[Any, Any, None]) -> None:
         task = self._moves[sandbox.id] = asyncio.create_task(work)
         task.add_done_callback(lambda done: self._moved(sandbox.id, done))
-        await asyncio.shield(task)
+        await _joined(sandbox, task)
 
     def _moved(self, sandbox_id: str, task: asyncio.Task[None]) -> None:
         self._moves.pop(sandbox_id, None)
@@ -242,6 +250,16 @@ class Pausing:
     def _give_up(self, sandbox: Sandbox, detail: str) -> None:
         # Not awaited: the kill waits for the end of this very move.
         self._manager.later(self._manager.reaper.kill_quietly(sandbox, detail))
+
+
+async def _joined(sandbox: Sandbox, move: asyncio.Task[None]) -> None:
+    """Wait for a move and share its failure; whoever stops waiting stops nothing."""
+    try:
+        await asyncio.shield(move)
+    except asyncio.CancelledError:
+        if move.cancelled():  # not the caller was called off, but the move, for a kill
+            _check_alive(sandbox)
+        raise
 
 
 def _check_alive(sandbox: Sandbox) -> None:

@@ -91,7 +91,7 @@ class Reaper:
             listener(sandbox, death)
         try:
             async with self._at_once, asyncio.timeout(DESTROY_SECONDS):
-                await manager.pausing.settle(sandbox)
+                await manager.pausing.abandon(sandbox)
                 await manager.runtime.destroy(sandbox.id)
         except (SandyardError, TimeoutError) as error:
             log.error("sandbox could not be destroyed", sandbox=sandbox.id, error=str(error) or "timed out")
