@@ -219,20 +219,12 @@ class ErrorBody(BaseModel):
 
 
 class SnapshotView(BaseModel):
-    """`memory`: whether the memory is part of it; without it processes start anew."""
+    """`memory`: whether the memory is part of it; without it processes start anew. `sizeBytes` is what this
+    snapshot alone takes, above those of `layers` that it stands on."""
 
     snapshotID: str
     names: list[str]
     memory: bool = False
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> SnapshotView:
-        return cls(snapshotID=snapshot.id, names=list(snapshot.names))
-
-
-class SnapshotDetail(SnapshotView):
-    """Sizes in bytes where they do not say otherwise; `sizeBytes` is what this snapshot alone takes."""
-
     sandboxID: str
     templateID: str
     buildID: str
@@ -244,6 +236,26 @@ class SnapshotDetail(SnapshotView):
     imageRef: str
     createdAt: datetime
     updatedAt: datetime
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> SnapshotView:
+        build, template = snapshot.build, snapshot.template
+        resources = Resources(**build.config["resources"])
+        return cls(
+            snapshotID=snapshot.id,
+            names=list(snapshot.names),
+            sandboxID=snapshot.source,
+            templateID=template.id,
+            buildID=build.id,
+            cpuCount=cpu_count(resources),
+            memoryMB=resources.memory_mb,
+            diskSizeMB=resources.disk_mb,
+            sizeBytes=build.size_bytes,
+            layers=len(build.rootfs.layers),
+            imageRef=str(build.config.get("template", "")),
+            createdAt=datetime.fromtimestamp(build.created_at, UTC),
+            updatedAt=datetime.fromtimestamp(template.updated_at, UTC),
+        )
 
 
 class ForkResult(BaseModel):

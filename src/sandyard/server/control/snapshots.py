@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-from datetime import UTC, datetime
 
 from fastapi import APIRouter, Response
 
 from sandyard.errors import BadRequest, CapacityError, SandyardError
-from sandyard.runtimes.base import Resources
 from sandyard.sandboxes import Sandbox, Snapshot
 from sandyard.sandboxes.catalog import Reference
 from sandyard.server.control.context import Context, Here, Tenant
@@ -18,9 +16,7 @@ from sandyard.server.control.models import (
     ForkResult,
     ForkSandbox,
     NewSnapshot,
-    SnapshotDetail,
     SnapshotView,
-    cpu_count,
 )
 from sandyard.server.control.sandboxes import view_of
 
@@ -72,25 +68,9 @@ async def list_snapshots(
 
 
 @router.get("/snapshots/{snapshot_id:path}")
-async def info(snapshot_id: str, here: Here, tenant: Tenant) -> SnapshotDetail:
-    """One snapshot, with its size and where it came from."""
-    snapshot = here.manager.copying.get(tenant, snapshot_id)
-    build, template = snapshot.build, snapshot.template
-    resources = Resources(**build.config["resources"])
-    return SnapshotDetail(
-        **SnapshotView.of(snapshot).model_dump(),
-        sandboxID=snapshot.source,
-        templateID=template.id,
-        buildID=build.id,
-        cpuCount=cpu_count(resources),
-        memoryMB=resources.memory_mb,
-        diskSizeMB=resources.disk_mb,
-        sizeBytes=build.size_bytes,
-        layers=len(build.rootfs.layers),
-        imageRef=str(build.config.get("template", "")),
-        createdAt=datetime.fromtimestamp(build.created_at, UTC),
-        updatedAt=datetime.fromtimestamp(template.updated_at, UTC),
-    )
+async def info(snapshot_id: str, here: Here, tenant: Tenant) -> SnapshotView:
+    """One snapshot, by name or id, with its size and where it came from."""
+    return SnapshotView.of(here.manager.copying.get(tenant, snapshot_id))
 
 
 @router.post("/sandboxes/{sandbox_id}/fork", status_code=201, response_model_exclude_none=True)
