@@ -134,9 +134,9 @@ class ImageSettings(_Section):
 class BuildSettings(_Section):
     """Template builds: how many at once, how long, and what of them is kept."""
 
-    at_once: int = Field(default=2, ge=1)
+    at_once: int = Field(default=3, ge=1)  # one tenant's: all but one, where there are more
     per_tenant: int = Field(default=64, ge=1)  # running or queued
-    timeout: float = Field(default=3600.0, gt=0)  # seconds, waiting for a place included
+    timeout: float = Field(default=3600.0, gt=0)  # seconds from its turn on
     ready_timeout: float = Field(default=600.0, gt=0)  # seconds for a start command to become ready
     disk_mb: int = Field(default=8192, ge=16)  # what one sandbox of a build may write
     upload_mb: int = Field(default=1024, ge=1)  # one archive of a COPY as it is sent; unpacked eight times that

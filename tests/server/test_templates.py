@@ -20,7 +20,9 @@ from sandyard.images.build import Cached, Level, State
 from sandyard.server.builds import BuildLog, FileStore
 from sandyard.server.builds import tickets as tickets_module
 from sandyard.server.builds.cache import LayerCache
+from sandyard.server.builds.gate import Gate
 from tests.images.test_build_parts import pack
+from tests.server.conftest import memory_settings, running
 
 if TYPE_CHECKING:
     from tests.server.conftest import LiveServer
@@ -285,6 +287,49 @@ def test_builds_have_a_number(start_server: Callable[..., Any], tmp_path: Path) 
             assert reply.status_code == 429
             assert "maximum number of concurrent" in reply.json()["message"]
             assert int(reply.headers["retry-after"]) > 0
+
+
+def test_what_one_tenant_queues_keeps_no_other_waiting(
+    server: LiveServer, api: httpx.Client, other: httpx.Client
+) -> None:
+    queued = [register(api, f"long{n}") for n in range(4)]
+    for made in queued:
+        assert begin(api, made, steps=[{"type": "RUN", "args": ["sleep 30"]}]).status_code == 202
+    until(lambda: any("RUN sleep" in line for line in status_of(api, queued[0])["logs"]))
+    build(other, "short", "echo 1")
+    assert [status_of(api, made)["status"] for made in queued] == ["building"] * 4
+    assert "waiting for another build to end" in status_of(api, queued[-1])["logs"]
+
+
+def test_the_time_of_a_build_begins_with_its_turn(tmp_path: Path) -> None:
+    settings = memory_settings(tmp_path)
+    settings = settings.model_copy(update={"build": BuildSettings(at_once=1, timeout=1.5)})
+    with running(settings) as server, server.client() as api:
+        queued = [register(api, f"x{n}") for n in range(3)]
+        for made in queued:
+            begin(api, made, steps=[{"type": "RUN", "args": ["sleep 0.9"]}])
+        assert [ended(api, made)["status"] for made in queued] == ["ready"] * 3
+        late = register(api, "late")
+        begin(api, late, steps=[{"type": "RUN", "args": ["sleep 10"]}])
+        assert ended(api, late)["reason"]["message"] == "the build took longer than 1.5 s"
+
+
+async def test_tenants_take_turns() -> None:
+    gate, order = Gate(1), list[str]()
+
+    async def work(tenant: str) -> None:
+        async with gate.place(tenant, lambda: None):
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(work(tenant)) for tenant in "aaaabbc"]
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(order) == ["a", "a", "a", "b", "b", "c"]
+    assert sorted(order[:3]) == ["a", "b", "c"]
+    assert sorted(order[3:5]) == ["a", "b"]
+    async with asyncio.timeout(1), gate.place("a", lambda: pytest.fail("a place was lost")):
+        pass
 
 
 def test_a_build_waits_for_a_place_and_takes_one(start_server: Callable[..., Any]) -> None:

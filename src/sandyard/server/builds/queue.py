@@ -22,6 +22,7 @@ from sandyard.sandboxes import Build, Catalog, SandboxManager, Template
 from sandyard.server.builds.bases import Bases, Origin
 from sandyard.server.builds.cache import LayerCache
 from sandyard.server.builds.files import FileStore
+from sandyard.server.builds.gate import Gate
 from sandyard.server.builds.log import BuildLog
 from sandyard.server.builds.workshop import SandboxWorkshop
 
@@ -68,7 +69,7 @@ class Builds:
         self.bases = Bases(manager.settings, manager.catalog)
         self._logs_home = home / "builds"
         self._logs: OrderedDict[str, BuildLog] = OrderedDict()
-        self._gate = asyncio.Semaphore(self._settings.at_once)
+        self._gate = Gate(self._settings.at_once)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._keeper: asyncio.Task[None] | None = None
         manager.layer_holders.append(lambda: self.cache.layers)
@@ -223,11 +224,12 @@ class Builds:
     async def _attempt(self, template: Template, build: Build, order: Order, say: BuildLog) -> Build:
         """The build as it ended; only a cancellation passes."""
         try:
-            async with asyncio.timeout(self._settings.timeout):
-                if self._gate.locked():
-                    say("waiting for another build to end", step=BASE_STEP)
-                async with self._gate:
-                    return await self._build(template, build, order, say)
+            assert template.tenant is not None  # builds are of tenants only
+            async with (
+                self._gate.place(template.tenant, lambda: say("waiting for another build to end", step=BASE_STEP)),
+                asyncio.timeout(self._settings.timeout),  # of its own: others' builds are no fault of it
+            ):
+                return await self._build(template, build, order, say)
         except BuildFailed as error:
             return self._error(build, error.step, error.message, say)
         except TimeoutError:
