@@ -9,6 +9,7 @@ import signal
 import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -93,7 +94,9 @@ def test_an_image_is_pulled_with_the_credentials_of_the_build(
         Env=["PATH=/bin", "FROM_IMAGE=yes"],
         User="nobody",
     )
-    with oci.running_registry(tmp_path / "registry", password=True) as registry, EmbeddedServer(settings) as server:
+    with oci.running_registry(tmp_path / "registry", password=True) as registry, ExitStack() as cleanup:
+        images = settings.images.model_copy(update={"plain_http": [registry.address]})
+        server = cleanup.enter_context(EmbeddedServer(settings.model_copy(update={"images": images})))
         registry.push("team/tool", made, "v1")
         sdk(server, monkeypatch)
         name = f"{registry.address}/team/tool:v1"

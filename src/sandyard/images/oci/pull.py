@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from sandyard.config import Settings
 from sandyard.errors import BadRequest, HostError, SandyardError
@@ -45,7 +47,13 @@ class Image:
         return sum(layer.size_bytes for layer in self.layers)
 
 
-async def pull(settings: Settings, text: str, progress: Progress = silent) -> Image:
+# What a registry is reached by; None: as any host is.
+Transports = Callable[[str], httpx.AsyncBaseTransport | None]
+
+
+async def pull(
+    settings: Settings, text: str, progress: Progress = silent, *, transports: Transports = lambda _registry: None
+) -> Image:
     """Pull an image by name, or take it from a file (`oci:PATH[:TAG]`, `docker-archive:PATH[:TAG]`).
 
     Raises `BadRequest` for a bad name, one that is not allowed, or an image that is none, and
@@ -59,7 +67,7 @@ async def pull(settings: Settings, text: str, progress: Progress = silent) -> Im
     reference = Reference.parse(text)
     failures: list[str] = []
     for registry, path in candidates(settings, reference):
-        source = _registry(settings, registry, path)
+        source = _registry(settings, registry, path, transports(registry))
         progress("pull", None, f"trying {source.name}")
         try:
             return await _take(settings, source, reference.version, str(reference), progress)
@@ -123,9 +131,10 @@ def _archive(text: str) -> tuple[Path, str] | None:
     return path, tag
 
 
-def _registry(settings: Settings, registry: str, path: str) -> Source:
+def _registry(settings: Settings, registry: str, path: str, transport: httpx.AsyncBaseTransport | None) -> Source:
     plain = registry in settings.images.plain_http
-    return RegistrySource(registry, path, Credentials.load(settings).of(registry), plain_http=plain)
+    known = Credentials.load(settings).of(registry)
+    return RegistrySource(registry, path, known, plain_http=plain, transport=transport)
 
 
 async def _take(settings: Settings, source: Source, version: str, reference: str, progress: Progress) -> Image:

@@ -56,16 +56,25 @@ class Credentials:
 
 
 class RegistrySource(Source):
-    """One repository of one registry. Use from one event loop; `close` it."""
+    """One repository of one registry, reached by `transport` if one is given, which is then this object's own.
+    Use from one event loop; `close` it."""
 
-    def __init__(self, registry: str, path: str, credentials: tuple[str, str] | None, *, plain_http: bool) -> None:
+    def __init__(
+        self,
+        registry: str,
+        path: str,
+        credentials: tuple[str, str] | None,
+        *,
+        plain_http: bool,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.name = f"{registry}/{path}"
         self._registry = registry
         self._path = path
         self._credentials = credentials
         scheme = "http" if plain_http or registry.startswith(_LOOPBACK) else "https"
         self._base = f"{scheme}://{registry}/v2/{path}"
-        self._client = httpx.AsyncClient(timeout=_TIMEOUT, follow_redirects=True)
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT, follow_redirects=True, transport=transport)
         self._authorization: str | None = None
 
     async def manifest(self, version: str) -> bytes:

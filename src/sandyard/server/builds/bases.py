@@ -14,10 +14,12 @@ from sandyard.config import Settings
 from sandyard.errors import BadRequest, NotFound, SandyardError
 from sandyard.images.build import Base, Level, Log
 from sandyard.images.build.base import BASE_STEP, BuildFailed
+from sandyard.images.oci import registry
 from sandyard.images.oci.pull import candidates, pull
 from sandyard.images.oci.reference import Reference
 from sandyard.runtimes.base import Rootfs
 from sandyard.sandboxes import Catalog
+from sandyard.server.builds.outward import PublicOnly, trusted
 
 # What the images that SDKs name by themselves are here.
 STANDARD = {"e2bdev/base": "base", "e2bdev/code-interpreter": "code-interpreter"}
@@ -88,7 +90,10 @@ class Bases:
         with tempfile.TemporaryDirectory() as scratch:
             settings = _with_credentials(self._settings, image, origin.credentials, Path(scratch))
             pulled = await pull(
-                settings, image, lambda _stage, _part, line: log(line, level=Level.DEBUG, step=BASE_STEP)
+                settings,
+                image,
+                lambda _stage, _part, line: log(line, level=Level.DEBUG, step=BASE_STEP),
+                transports=lambda host: None if host in trusted(settings.images) else PublicOnly(settings),
             )
         # As elsewhere that speaks this API: the image's user and directory do not count, its environment does.
         rootfs = Rootfs(list(pulled.trees), dict(pulled.config.env))
@@ -103,15 +108,24 @@ def _check_public(image: str) -> None:
 
 
 def _with_credentials(settings: Settings, image: str, given: Credentials | None, scratch: Path) -> Settings:
-    """Settings whose credentials are those that came with the build, for the registries the image may come from."""
-    if given is None:
-        return settings
-    auth = base64.b64encode(f"{given.username}:{given.password}".encode()).decode()
-    hosts = {registry for registry, _ in candidates(settings, Reference.parse(image))}
+    """Settings whose credentials are those that came with the build, for the registries the image may come from.
+    Without such, the operator's own are for the registries that the operator named: what else they open is not
+    every tenant's to read."""
+    hosts = {host for host, _ in candidates(settings, Reference.parse(image))}
+    if given is not None:
+        auths = dict.fromkeys(hosts, _basic(given.username, given.password))
+    else:
+        own = registry.Credentials.load(settings)
+        known = {host: own.of(host) for host in hosts & set(trusted(settings.images))}
+        auths = {host: _basic(*login) for host, login in known.items() if login is not None}
     path = scratch / "auth.json"
     path.touch(0o600)
-    path.write_text(json.dumps({"auths": {host: {"auth": auth} for host in hosts}}))
+    path.write_text(json.dumps({"auths": {host: {"auth": auth} for host, auth in auths.items()}}))
     return settings.model_copy(update={"images": settings.images.model_copy(update={"auth_file": path})})
+
+
+def _basic(username: str, password: str) -> str:
+    return base64.b64encode(f"{username}:{password}".encode()).decode()
 
 
 def _key(tenant: str, source: str) -> str:
