@@ -9,11 +9,11 @@ import httpx
 import pytest
 from e2b import Sandbox
 
-from sandyard.config import Settings
+from sandyard.config import BuildSettings, Settings
 from sandyard.images.base import build_base
 from sandyard.server.embedded import EmbeddedServer
 from tests.server.test_pausing_containers import point_sdk_at
-from tests.server.test_templates import build
+from tests.server.test_templates import begin, build, ended, register, status_of, until
 from tests.yard import leftovers, node_home, node_settings
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
@@ -51,3 +51,21 @@ def test_variables_of_a_sandbox_are_in_no_snapshot_of_it(settings: Settings, mon
             assert api.post(f"/sandboxes/{box.sandbox_id}/pause", json={"memory": False}).status_code == 204
             box.connect(timeout=60)
             assert "hunter2" in box.files.read("/home/user/found")
+
+
+def test_a_snapshot_deleted_under_a_build_stays_below_it(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(build_base(Settings()))
+    with EmbeddedServer(settings.model_copy(update={"build": BuildSettings(cache_mb=0)})) as server:
+        point_sdk_at(server, monkeypatch)
+        with httpx.Client(base_url=server.url, headers={"X-API-Key": server.api_key}, timeout=60) as api:
+            box = Sandbox.create("base", timeout=120)
+            box.files.write("/home/user/y", "below")
+            saved = box.create_snapshot().snapshot_id
+            box.kill()
+            made = register(api, "upper")
+            steps = [{"type": "RUN", "args": [line]} for line in ("echo runs; sleep 3", "cp /home/user/y /home/user/z")]
+            assert begin(api, made, fromTemplate=saved, steps=steps).status_code == 202
+            until(lambda: "runs" in status_of(api, made)["logs"])
+            assert api.delete(f"/templates/{saved.partition(':')[0]}").status_code == 204
+            assert ended(api, made)["status"] == "ready"
+            assert Sandbox.create("upper", timeout=60).files.read("/home/user/z") == "below"

@@ -81,7 +81,8 @@ class Copying:
         names, tag = _names(name)
         self._known(sandbox.tenant, names)
         began = time.monotonic()
-        with manager.catalog.new_layer() as path:
+        # Whoever kills the sandbox meanwhile must not take what lies below from its copies.
+        with manager.catalog.new_layer() as path, manager.maker.holding(sandbox.instance.spec.rootfs):
             rootfs, size = await self._commit(sandbox, path, durable=True)
             async with self._naming:  # two of one new name are one snapshot with two states
                 template = self._known(sandbox.tenant, names) or await manager.catalog.add_template(
@@ -111,7 +112,7 @@ class Copying:
         manager.check_timeout(seconds)
         self.check(memory=False)
         began = time.monotonic()
-        with manager.catalog.new_layer() as path:
+        with manager.catalog.new_layer() as path, manager.maker.holding(sandbox.instance.spec.rootfs):
             # Its children do not outlive a crash of the host; one that is halted brings its layers to the disk.
             rootfs, _ = await self._commit(sandbox, path, durable=False)
             work = [asyncio.create_task(manager.spawn(sandbox, rootfs, seconds)) for _ in range(count)]

@@ -43,7 +43,10 @@ class SandboxWorkshop:
         self._reserved.close()
 
     async def open(self, rootfs: Rootfs) -> SandboxBench:
-        """Start a sandbox; waits for a place as long as there is none. Raises `CreateFailed`."""
+        """Start a sandbox; waits for a place as long as there is none. Raises `CreateFailed`.
+
+        Its layers stay until the build ends, whoever else forgets them meanwhile."""
+        self._reserved.enter_context(self._manager.maker.holding(rootfs))
         await self._take_place()
         sandbox_id = new_id()
         try:
