@@ -6,19 +6,22 @@ import asyncio
 import base64
 import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sandyard.config import ImageSettings, PathSettings, Settings
 from sandyard.errors import BadRequest, HostError
-from sandyard.images.oci.base import digest_of
+from sandyard.images.oci.base import SourceError, digest_of
 from sandyard.images.oci.layers import LayerStore, chain_id
 from sandyard.images.oci.manifest import default_platform
 from sandyard.images.oci.pull import candidates, pull
 from sandyard.images.oci.reference import Reference
+from sandyard.images.oci.registry import RegistrySource
 from tests.images import oci
 from tests.images.oci import Entry, Registry, folder, free_port, image, layer, running_registry
 
@@ -208,6 +211,104 @@ async def test_a_layer_that_is_not_what_its_image_says_is_refused(registry: Regi
     registry.push("lying", oci.HandMade(blobs, digest_of(manifest), [], []))
     with pytest.raises(HostError, match="its image says sha256:1111"):
         await pull(make(), f"{registry.address}/lying")
+
+
+# --- registries that lie ---
+
+
+def bearer(realm: str, rest: str = "") -> httpx.Response:
+    return httpx.Response(401, headers={"www-authenticate": f'Bearer realm="{realm}"{rest}'})
+
+
+class _Endless(httpx.AsyncByteStream):
+    def __init__(self) -> None:
+        self.given = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            self.given += 1 << 16
+            yield b" " * (1 << 16)
+
+
+async def manifest_of(answer: Callable[[httpx.Request], httpx.Response], registry: str = "hub.test") -> bytes:
+    source = RegistrySource(registry, "x", None, plain_http=False, transport=httpx.MockTransport(answer))
+    try:
+        return await source.manifest("latest")
+    finally:
+        await source.close()
+
+
+@pytest.mark.parametrize("realm", ["http://[", "https://a:99999/", "file:///etc/passwd", "http://\\", "https://"])
+async def test_a_token_service_that_is_nowhere(realm: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.host != "hub.test":
+            raise httpx.ConnectError("nobody there")
+        return bearer(realm)
+
+    with pytest.raises(SourceError, match=r"hub\.test/x: "):
+        await manifest_of(answer)
+
+
+@pytest.mark.parametrize("said", [b"[]", b"[" * 100_000, b"\xff", b'{"token": 1}', '{"token": "é\\n"}'.encode(), b""])
+async def test_a_token_service_that_answers_no_token(said: bytes) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return (
+            httpx.Response(200, stream=httpx.ByteStream(said))
+            if request.url.path == "/t"
+            else bearer("https://hub.test/t")
+        )
+
+    with pytest.raises(SourceError, match=r"hub\.test/x: "):
+        await manifest_of(answer)
+
+
+async def test_a_token_service_that_does_not_end_is_cut_off() -> None:
+    endless = _Endless()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, stream=endless) if request.url.path == "/t" else bearer("https://hub.test/t")
+
+    with pytest.raises(SourceError, match="the answer passes 1048576 bytes"):
+        await manifest_of(answer)
+    assert endless.given <= 2 << 20
+
+
+@pytest.mark.parametrize("rest", [" " + "a" * 90_000, " " + 'a="' * 30_000, " " + "=" * 90_000])
+async def test_a_challenge_is_read_in_no_time(rest: str) -> None:
+    began = time.process_time()
+    with pytest.raises(SourceError):
+        await manifest_of(lambda _: bearer("file:///", rest))
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("registry", "scheme"),
+    [
+        ("localhost", "http"),
+        ("localhost:5000", "http"),
+        ("127.0.0.1:5000", "http"),
+        ("127.9.9.9", "http"),
+        ("[::1]:5000", "http"),
+        ("[::1]", "http"),
+        ("127.example", "https"),
+        ("localhost.example:5000", "https"),
+        ("hub.test", "https"),
+    ],
+)
+async def test_loopback_only_has_no_tls(registry: str, scheme: str) -> None:
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.scheme)
+        return httpx.Response(200, content=b"{}")
+
+    assert await manifest_of(answer, registry) == b"{}"
+    assert asked == [scheme]
+
+
+async def test_a_port_that_cannot_be_is_a_failure_of_the_candidate(make: MakeSettings) -> None:
+    with pytest.raises(HostError, match=r"image 'hub\.test:99999/x' could not be pulled: "):
+        await pull(make(), "hub.test:99999/x")
 
 
 # --- files ---

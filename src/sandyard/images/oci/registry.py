@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -22,8 +23,10 @@ from sandyard.images.oci.manifest import ACCEPTED, Descriptor
 
 _TRIES = 4
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
-_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
-_LOOPBACK = ("localhost", "127.", "[::1]")
+_CHALLENGE = re.compile(r'\b(\w{1,32})="([^"]*)"')
+_CHALLENGE_LIMIT = 8192  # characters
+_TOKEN_LIMIT = 1 << 20  # bytes of what a token service answers
+_FAILURES = (httpx.HTTPError, httpx.InvalidURL)
 
 
 class Credentials:
@@ -72,7 +75,7 @@ class RegistrySource(Source):
         self._registry = registry
         self._path = path
         self._credentials = credentials
-        scheme = "http" if plain_http or registry.startswith(_LOOPBACK) else "https"
+        scheme = "http" if plain_http or _loopback(registry) else "https"
         self._base = f"{scheme}://{registry}/v2/{path}"
         self._client = httpx.AsyncClient(timeout=_TIMEOUT, follow_redirects=True, transport=transport)
         self._authorization: str | None = None
@@ -148,7 +151,7 @@ class RegistrySource(Source):
             sent["authorization"] = self._authorization
         try:
             return await self._client.send(self._client.build_request("GET", url, headers=sent), stream=True)
-        except httpx.HTTPError as error:
+        except _FAILURES as error:
             raise SourceError(f"{self.name}: {_said(error)}") from error
 
     async def _authorize(self, challenge: str) -> None:
@@ -156,29 +159,45 @@ class RegistrySource(Source):
         if kind.lower() == "basic" and self._credentials is not None:
             self._authorization = _basic(*self._credentials)
         elif kind.lower() == "bearer":
-            self._authorization = await self._token(dict(_CHALLENGE.findall(rest)))
+            self._authorization = await self._token(dict(_CHALLENGE.findall(rest[:_CHALLENGE_LIMIT])))
         else:
             raise SourceError(f"{self.name}: 401: credentials are needed", remedy="see images.auth_file")
 
     async def _token(self, challenge: Mapping[str, str]) -> str:
         """A token as the registry says where to get one (distribution specification, "Token authentication")."""
         realm = challenge.get("realm", "")
-        if urlsplit(realm).scheme not in ("http", "https"):
+        if not realm.startswith(("http://", "https://")):
             raise SourceError(f"{self.name}: 401 with the realm '{realm}'")
         if self._credentials is not None and realm.startswith("http:") and self._base.startswith("https:"):
             raise SourceError(f"{self.name}: its token service has no TLS; the password is not sent there")
         query = {"service": challenge.get("service", ""), "scope": f"repository:{self._path}:pull"}
-        headers = {"authorization": _basic(*self._credentials)} if self._credentials is not None else {}
         try:
-            response = await self._client.get(realm, params=query, headers=headers)
-            document = response.json() if response.status_code == 200 else {}
-        except (httpx.HTTPError, ValueError) as error:
+            document = json.loads(await self._answer(realm, query) or b"{}")
+        except (*_FAILURES, ValueError, RecursionError) as error:
             raise SourceError(f"{self.name}: no token: {_said(error)}") from error
-        token = document.get("token") or document.get("access_token")
+        fields = document if isinstance(document, dict) else {}
+        token = fields.get("token") or fields.get("access_token")
+        if token and not (isinstance(token, str) and token.isascii() and token.isprintable()):
+            raise SourceError(f"{self.name}: no token: what its service answers is none")
         if not token:
             known = "the credentials are refused" if self._credentials else "credentials are needed"
             raise SourceError(f"{self.name}: 401: {known}", remedy="see images.auth_file")
         return f"Bearer {token}"
+
+    async def _answer(self, realm: str, query: Mapping[str, str]) -> bytes:
+        """What the token service says; nothing where it refuses. Raises `ValueError` where it says too much."""
+        headers = {"accept-encoding": "identity"}
+        if self._credentials is not None:
+            headers["authorization"] = _basic(*self._credentials)
+        async with self._client.stream("GET", realm, params=query, headers=headers) as response:
+            if response.status_code != 200:
+                return b""
+            data = b""
+            async for chunk in response.aiter_raw():
+                data += chunk
+                if len(data) > _TOKEN_LIMIT:
+                    raise ValueError(f"the answer passes {_TOKEN_LIMIT} bytes")
+            return data
 
 
 def _basic(user: str, password: str) -> str:
@@ -202,3 +221,12 @@ def _said(error: Exception) -> str:
     if isinstance(error, httpx.TimeoutException):
         return f"timeout: {'no connection in 10 s' if isinstance(error, httpx.ConnectTimeout) else 'no answer in 30 s'}"
     return str(error) or type(error).__name__
+
+
+def _loopback(registry: str) -> bool:
+    """By what the name says: `127.example` is not of this host."""
+    host = registry if registry.endswith("]") else registry.rpartition(":")[0] or registry
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
