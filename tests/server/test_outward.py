@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -88,18 +87,57 @@ def test_credentials_of_the_host_are_for_no_other_registry(tmp_path: Path) -> No
     assert asked == [("/v2/x/manifests/latest", None)]
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1", "fd00::1", "::ffff:10.0.0.1", "2002:7f00:1::", "::"],
-)
-async def test_addresses_that_are_not_public(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolved(_host: str, port: int, **_: Any) -> list[Any]:
-        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", (address, port))]
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Every name has these addresses."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, *_, **__: resolved(host, port))
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.1.2.3", "169.254.169.254", "0.0.0.0", "100.64.0.1", "224.0.0.1"])
+async def test_addresses_that_are_not_public(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, address)
     async with httpx.AsyncClient(transport=PublicOnly(Settings())) as client:
         with pytest.raises(httpx.ConnectError, match=r"registry\.test has no address that builds may reach"):
             await client.get("http://registry.test/v2/")
+
+
+@pytest.mark.parametrize("host", ["[::1]", "[fe80::1]", "[::ffff:127.0.0.1]", "[64:ff9b::7f00:1]", "a..b"])
+async def test_there_is_no_way_but_ipv4_and_nothing_is_told_of_names(host: str) -> None:
+    async with httpx.AsyncClient(transport=PublicOnly(Settings())) as client:
+        with pytest.raises(httpx.ConnectError, match="has no address that builds may reach"):
+            await client.get(f"http://{host}:1/v2/")
+
+
+async def test_a_name_that_is_not_known_reads_as_one_that_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    async with httpx.AsyncClient(transport=PublicOnly(Settings())) as client:
+        with pytest.raises(httpx.ConnectError, match=r"hub\.test has no address that builds may reach"):
+            await client.get("http://hub.test/v2/")
+
+
+async def test_addresses_are_tried_in_turn_and_a_redirect_is_judged_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    class Inner(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            tried.append(f"{request.url.host} {request.headers['host']} {request.extensions['sni_hostname']}")
+            if request.url.host == "8.8.4.4":
+                raise httpx.ConnectError("nobody there")
+            return httpx.Response(302, headers={"location": "http://127.0.0.1:1/secret"})
+
+    resolve_to(monkeypatch, "10.0.0.1", "8.8.4.4", "8.8.8.8")
+    transport = PublicOnly(Settings())
+    transport._inner = Inner()  # type: ignore[assignment]
+    async with httpx.AsyncClient(transport=transport, follow_redirects=True) as client:
+        with monkeypatch.context() as patch:
+            response = await client.get("https://hub.test/v2/", follow_redirects=False)
+            patch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(2, 1, 6, "", (host, 0))])
+            with pytest.raises(httpx.ConnectError, match=r"127\.0\.0\.1 has no address that builds may reach"):
+                await client.send(response.next_request or pytest.fail("no redirect"))
+    assert tried == ["8.8.4.4 hub.test hub.test", "8.8.8.8 hub.test hub.test"]
 
 
 async def test_the_host_itself_is_opened_by_no_setting() -> None:
