@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from sandyard.errors import CapacityError, CreateFailed, DeathReason
-from sandyard.runtimes.base import Instance, SandboxSpec
+from sandyard.runtimes.base import Instance, Rootfs, SandboxSpec
 from sandyard.runtimes.memory import MemoryRuntime
+from sandyard.sandboxes import pool
 
 if TYPE_CHECKING:
     from tests.sandboxes.conftest import OpenYard, Until, Wanted
@@ -100,3 +102,42 @@ async def test_stopping_destroys_them(open_yard: OpenYard, until: Until) -> None
     async with open_yard(runtime, low=3) as yard:
         await until(lambda: yard.pool.ready == 3)
     assert not runtime.instances
+
+
+async def test_what_hangs_on_its_way_holds_up_no_other(
+    open_yard: OpenYard, wanted: Wanted, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One template's reservation takes every place there is, and none of its sandboxes ever becomes ready."""
+    monkeypatch.setattr(pool, "SLOW_SECONDS", 0.2)
+    runtime = Hanging()
+    async with open_yard(runtime, max_count=6) as yard:
+        base = yard.catalog.get("base")
+        hanging = replace(base, template_id="hangs-1", build_id="hangs-1", rootfs=Rootfs(layers=(), env={"HANG": "1"}))
+        yard.reserve(hanging, 50)
+        await until(lambda: runtime.hanging == 4)
+        yard.reserve(base, 1)
+        await until(lambda: yard.pool.ready == 1)
+        async with asyncio.timeout(5):
+            made = [await yard.create(wanted()) for _ in range(6)]
+        assert len({sandbox.id for sandbox in made}) == 6
+        with pytest.raises(CapacityError):
+            await yard.create(wanted())
+        await until(lambda: runtime.hanging == 0)
+        assert set(runtime.instances) == {sandbox.id for sandbox in made}
+
+
+class Hanging(MemoryRuntime):
+    """Of some sandboxes it never says that they are there."""
+
+    starts_at_once = 8
+    hanging = 0
+
+    async def create(self, spec: SandboxSpec) -> Instance:
+        if "HANG" not in spec.rootfs.env:
+            return await super().create(spec)
+        self.hanging += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.hanging -= 1
+        raise AssertionError

@@ -3,7 +3,8 @@
 Per template and size there is a shelf. Its aim follows the bursts it has seen, between `pool.low`
 and `pool.high`; a reservation raises the aim for a burst that is announced. Shelves are filled in
 the background, one sandbox at a time (a reservation: half of what the runtime starts at once),
-never while a foreground create runs, and only from places that nobody else wants.
+never while a foreground create runs, and only from places that nobody else wants. What takes long to
+start, as a template may by its ready command, holds up nobody: others are made beside it, and it gives way.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ BURST_GAP = 2.0  # creates closer than this belong to one burst
 QUIET = 0.25  # refilling waits until creates have been quiet for so long
 AIM_HALF_LIFE = 300.0  # without a new burst of that size, the aim halves
 RESERVATION_LASTS = 300.0
+SLOW_SECONDS = 5.0  # from here on a sandbox that is being made holds up nobody else
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ class Shelf:
         if self.burst >= self.peak:
             self.peak, self.peak_at = self.burst, now
 
+    def failed(self) -> None:
+        """It is tried again later, and later each time."""
+        self.failures += 1
+        self.retry_at = time.monotonic() + min(2.0**self.failures, 60.0)
+
     def aim(self, settings: PoolSettings, now: float) -> int:
         low = 0 if self.passing else settings.low
         if self.peak > low and now - self.peak_at > AIM_HALF_LIFE:
@@ -99,7 +106,7 @@ class WarmPool:
         self._foreground = foreground
         self._shelves: dict[ShelfKey, Shelf] = {}
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], float] = {}  # since when, the oldest first
         self._keeper: asyncio.Task[None] | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._logs: dict[str, SandboxLog] = {}
@@ -178,20 +185,22 @@ class WarmPool:
         self._wake.set()
 
     async def evict(self) -> bool:
-        """Destroy one warm sandbox and give its place back; False if there is none."""
+        """Destroy one warm sandbox, or one that takes long to become one, and give its place back; False if there
+        is none."""
         shelf = max(self._shelves.values(), key=lambda s: len(s.ready), default=None)
         if shelf is None or not shelf.ready:
-            return False
+            return await self._call_off()
         instance = shelf.ready.pop()
         self._unwatch(instance)
         await self._discard(shelf, instance)
         return True
 
     async def next_ready(self) -> bool:
-        """Wait until one that is being made is ready, or has failed; False if none is being made."""
-        if not self._tasks:
+        """Wait until one that is being made is ready, has failed or takes long; False if none is being made."""
+        tasks = self._quick()
+        if not tasks:
             return False
-        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, timeout=SLOW_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         return True
 
     async def _keep(self) -> None:
@@ -221,7 +230,10 @@ class WarmPool:
                 delay = min(delay, max(calm, 0.02))
                 continue
             limit = self._concurrency if shelf.reserved else 1
-            while missing > 0 and len(self._tasks) < limit and self._admission.shortage(shelf.key.resources) is None:
+            while missing > 0 and self._admission.shortage(shelf.key.resources) is None:
+                if shelf.starting >= limit or len(self._quick()) >= limit:
+                    delay = min(delay, SLOW_SECONDS)
+                    break
                 self._admission.hold(shelf.key.resources)
                 shelf.starting += 1
                 missing -= 1
@@ -230,12 +242,25 @@ class WarmPool:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = time.monotonic()
         task.add_done_callback(self._settled)
 
     def _settled(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._wake.set()
+
+    def _quick(self) -> list[asyncio.Task[None]]:
+        since = time.monotonic() - SLOW_SECONDS
+        return [task for task, began in self._tasks.items() if began > since]
+
+    async def _call_off(self) -> bool:
+        """End the longest of what takes long to make; False if nothing does."""
+        task, began = next(iter(self._tasks.items()), (None, 0.0))
+        if task is None or began > time.monotonic() - SLOW_SECONDS:
+            return False
+        task.cancel()
+        await asyncio.wait({task})
+        return True
 
     async def _trim(self) -> None:
         await self.evict()
@@ -253,9 +278,11 @@ class WarmPool:
             shelf.ready.append(instance)
             self._watches[sandbox_id] = asyncio.create_task(self._watch(shelf, instance))
         except Exception as error:  # noqa: BLE001 - whatever a runtime raises, the pool backs off and goes on
-            shelf.failures += 1
-            shelf.retry_at = time.monotonic() + min(2.0**shelf.failures, 60.0)
+            shelf.failed()
             log.warning("warm sandbox could not be made", build=shelf.key.build_id, error=str(error))
+        except asyncio.CancelledError:
+            shelf.failed()
+            raise
         finally:
             if instance is None:
                 self._admission.release(shelf.key.resources)
