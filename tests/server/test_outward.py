@@ -63,15 +63,29 @@ def test_a_build_asks_nothing_of_the_host_and_its_network(server: LiveServer) ->
     assert asked == []
 
 
-def test_a_registry_of_the_settings_is_reached_with_the_credentials_of_the_host(tmp_path: Path) -> None:
+def test_images_that_are_allowed_by_name_are_asked_for_with_the_credentials_of_the_host(tmp_path: Path) -> None:
     with registry_of_the_host() as (address, asked):
         login = base64.b64encode(b"operator:secret").decode()
         (tmp_path / "auth.json").write_text(json.dumps({"auths": {address: {"auth": login}}}))
-        images = ImageSettings(plain_http=[address], auth_file=tmp_path / "auth.json")
+        images = ImageSettings(allowed=[f"{address}/x"], auth_file=tmp_path / "auth.json")
         settings = memory_settings(tmp_path).model_copy(update={"images": images})
         with running(settings) as server:
             assert "401" in try_image(server, f"{address}/x")
+            assert "not of a registry that is allowed" in try_image(server, f"{address}/private")
     assert asked == [("/v2/x/manifests/latest", None), ("/v2/x/manifests/latest", f"Basic {login}")]
+
+
+@pytest.mark.parametrize("field", ["registries", "plain_http"])
+def test_a_registry_of_the_settings_is_asked_as_nobody(field: str, tmp_path: Path) -> None:
+    """Who may pull from it need not read what is private in it."""
+    with registry_of_the_host() as (address, asked):
+        login = base64.b64encode(b"operator:secret").decode()
+        (tmp_path / "auth.json").write_text(json.dumps({"auths": {address: {"auth": login}}}))
+        images = ImageSettings.model_validate({field: [address], "auth_file": tmp_path / "auth.json"})
+        settings = memory_settings(tmp_path).model_copy(update={"images": images})
+        with running(settings) as server:
+            assert "401: credentials are needed" in try_image(server, f"{address}/private")
+    assert asked == [("/v2/private/manifests/latest", None)]
 
 
 def test_credentials_of_the_host_are_for_no_other_registry(tmp_path: Path) -> None:

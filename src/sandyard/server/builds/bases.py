@@ -109,14 +109,16 @@ def _check_public(image: str) -> None:
 
 def _with_credentials(settings: Settings, image: str, given: Credentials | None, scratch: Path) -> Settings:
     """Settings whose credentials are those that came with the build, for the registries the image may come from.
-    Without such, the operator's own are for the registries that the operator named: what else they open is not
-    every tenant's to read."""
+    Without such, the operator's own are for images that `images.allowed` names (as `candidates` saw to): what
+    else they open is not every tenant's to read, be it in a registry that the settings name."""
     hosts = {host for host, _ in candidates(settings, Reference.parse(image))}
     if given is not None:
         auths = dict.fromkeys(hosts, _basic(given.username, given.password))
+    elif not settings.images.allowed:
+        auths = {}
     else:
         own = registry.Credentials.load(settings)
-        known = {host: own.of(host) for host in hosts & set(trusted(settings.images))}
+        known = {host: own.of(host) for host in hosts}
         auths = {host: _basic(*login) for host, login in known.items() if login is not None}
     path = scratch / "auth.json"
     path.touch(0o600)
