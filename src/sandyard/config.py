@@ -140,7 +140,7 @@ class BuildSettings(_Section):
     ready_timeout: float = Field(default=600.0, gt=0)  # seconds for a start command to become ready
     disk_mb: int = Field(default=8192, ge=16)  # what one sandbox of a build may write
     upload_mb: int = Field(default=1024, ge=1)  # one archive of a COPY as it is sent; unpacked eight times that
-    files_mb: int = Field(default=8192, ge=1)  # all archives together; the longest unused go first
+    files_mb: int = Field(default=8192, ge=1)  # archives of one tenant; the longest unused go first
     files_days: float = Field(default=14.0, gt=0)  # an archive that was not used for so long goes
     cache_mb: int = Field(default=16384, ge=0)  # layers kept for later builds, beyond those of templates
     log_lines: int = Field(default=20_000, ge=100)  # of one build

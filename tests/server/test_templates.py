@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +17,12 @@ import pytest
 from e2b import BuildException, LogEntry, Sandbox, SandboxException, Template
 
 from sandyard.config import BuildSettings
-from sandyard.errors import BadRequest
+from sandyard.errors import BadRequest, CapacityError
 from sandyard.images.build import Cached, Level, State
 from sandyard.server.builds import BuildLog, FileStore
 from sandyard.server.builds import tickets as tickets_module
 from sandyard.server.builds.cache import LayerCache
+from sandyard.server.builds.files import UPLOADS
 from sandyard.server.builds.gate import Gate
 from tests.images.test_build_parts import pack
 from tests.server.conftest import memory_settings, running
@@ -376,6 +379,54 @@ def test_an_upload_needs_its_link_only_and_works_once(api: httpx.Client, other: 
     assert link(other, "x", "a" * 64)["present"] is False
 
 
+def test_a_link_is_used_from_the_first_byte_on_unless_its_upload_fails(api: httpx.Client, tmp_path: Path) -> None:
+    register(api, "x")
+    data = pack(tmp_path / "a", ("f", b"1")).read_bytes()
+    url = link(api, "x", "a" * 64)["url"]
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(rest: bytes) -> Iterator[bytes]:
+        yield data[:10]
+        begun.set()
+        assert go_on.wait(10)
+        yield rest
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(httpx.put, url, content=slow(b"garbage"), timeout=20)
+        assert begun.wait(10)
+        until(lambda: httpx.put(url, content=data).status_code == 401)
+        go_on.set()
+        assert first.result(20).status_code == 400
+    assert httpx.put(url, content=data).status_code == 204
+    assert httpx.put(url, content=data).status_code == 401
+
+
+async def test_uploads_of_one_tenant_are_few_at_once(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "files", BuildSettings())
+    archive = pack(tmp_path / "a", ("f", b"1")).read_bytes()
+    go_on = asyncio.Event()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield archive[:10]
+        await go_on.wait()
+        yield archive[10:]
+
+    coming = [asyncio.create_task(store.receive("me", f"{n:064}", chunks())) for n in range(UPLOADS)]
+    await asyncio.sleep(0)
+    with pytest.raises(CapacityError, match="are coming already"):
+        await store.receive("me", "b" * 64, chunks())
+    other = asyncio.create_task(store.receive("other", "b" * 64, chunks()))
+    coming.pop().cancel()
+    await asyncio.sleep(0.05)
+    again = asyncio.create_task(store.receive("me", "b" * 64, chunks()))
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(*coming, other, again)
+    assert store.path("me", "b" * 64) is not None
+    assert not list((tmp_path / "files").rglob(".part-*"))
+    store.close()
+
+
 def test_a_link_that_was_changed_or_is_old_is_refused(
     api: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,11 +467,11 @@ def test_what_is_no_archive_is_refused_and_not_kept(server: LiveServer, api: htt
 async def test_uploads_are_forgotten_by_age_and_by_size(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "files", BuildSettings(files_mb=1, files_days=1))
 
-    async def send(name: str, size: int) -> None:
+    async def send(name: str, size: int, tenant: str = "me") -> None:
         async def chunks() -> Any:
             yield pack(tmp_path / "a", ("f", os.urandom(size))).read_bytes()
 
-        await store.receive("me", name * 8, chunks())
+        await store.receive(tenant, name * 8, chunks())
 
     await send("a", 600_000)
     await send("b", 300_000)
@@ -439,6 +490,8 @@ async def test_uploads_are_forgotten_by_age_and_by_size(tmp_path: Path) -> None:
     await store.collect()
     assert store.path("me", "a" * 8) is None
     assert store.path("me", "d" * 8) is not None
+    await send("e", 900_000, "another")
+    assert None not in (store.path("me", "d" * 8), store.path("another", "e" * 8))
     with pytest.raises(BadRequest, match="hash"):
         store.path("me", "../../x")
     store.close()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sandyard.errors import Unauthorized
 from sandyard.server.tokens import SandboxTokens
 
 LASTS = 3600.0
+USED = "this upload link was used or is too old"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,23 @@ class Tickets:
             raise Unauthorized("this upload link is not valid") from error
         ticket = Ticket(*fields)
         if ticket.expires_at < time.time() or ticket.nonce in self._used:
-            raise Unauthorized("this upload link was used or is too old", remedy="ask for another")
+            raise Unauthorized(USED, remedy="ask for another")
         return ticket
 
-    def use(self, ticket: Ticket) -> None:
-        """The upload is complete: the link is good for no other."""
+    @contextlib.contextmanager
+    def used(self, ticket: Ticket) -> Iterator[None]:
+        """From its first byte on the link is good for no other upload; but for another try, if this one fails.
+        Raises `Unauthorized` where it is used."""
         now = time.time()
         self._used = {nonce: until for nonce, until in self._used.items() if until > now}
+        if ticket.nonce in self._used:
+            raise Unauthorized(USED, remedy="ask for another")
         self._used[ticket.nonce] = ticket.expires_at
+        try:
+            yield
+        except BaseException:
+            self._used.pop(ticket.nonce, None)
+            raise
 
 
 def _signed(payload: str) -> str:

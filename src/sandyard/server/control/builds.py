@@ -76,16 +76,17 @@ async def upload_link(template_id: str, hash: str, request: Request, here: Here,
 
 @router.put("/uploads/{ticket}", status_code=204)
 async def upload(ticket: str, request: Request, here: Here) -> Response:
-    """Send the archive of a COPY. The link itself is the permission, for one upload."""
+    """Send the archive of a COPY. The link itself is the permission, for one upload
+    at a time and one that succeeds."""
     wanted = here.tickets.read(ticket)
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > here.builds.files.upload_limit:
         here.builds.files.refuse_size()
     try:
-        await here.builds.files.receive(wanted.tenant, wanted.files_hash, request.stream())
+        with here.tickets.used(wanted):
+            await here.builds.files.receive(wanted.tenant, wanted.files_hash, request.stream())
     except ClientDisconnect as error:
         raise BadRequest("the upload broke off") from error
-    here.tickets.use(wanted)
     return Response(status_code=204)
 
 
