@@ -316,3 +316,18 @@ async def test_a_boot_that_fails_gives_its_place_back(open_yard: OpenYard, wante
         with pytest.raises(CreateFailed):
             await yard.pausing.resume(made, 60)
         assert (made.state, yard.admission.count) == (State.PAUSED, 0)
+
+
+async def test_traffic_gets_through_to_one_that_is_paused_again_meanwhile(open_yard: OpenYard, wanted: Wanted) -> None:
+    async with open_yard(SlowRuntime()) as yard:
+        made = await yard.create(wanted(policy=TimeoutPolicy(auto_resume=True)))
+        await yard.pausing.pause(made)
+        first = asyncio.ensure_future(yard.reach(made.id))
+        await asyncio.sleep(0)
+        assert made.state is State.RESUMING
+        pausing = asyncio.ensure_future(yard.pausing.pause(made))  # it is next when the resume has ended
+        await asyncio.sleep(0)
+        others = [asyncio.ensure_future(yard.reach(made.id)) for _ in range(3)]
+        assert await asyncio.gather(first, *others) == [made] * 4
+        await pausing
+        assert yard.find(made.id) is made

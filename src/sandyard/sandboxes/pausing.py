@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -90,17 +91,17 @@ class Pausing:
         """Have the sandbox running for a request to it; it is resumed where its policy lets traffic do so.
 
         Raises `NotFound` where it does not, `SandboxDied`, `TimeoutError`, and what `resume` raises."""
-        if sandbox.state is State.RUNNING:
-            return
         seconds = min(max(AUTO_RESUME_LIFE, sandbox.lifetime), self._manager.settings.sandbox.max_timeout)
         async with asyncio.timeout(AUTO_RESUME_WAIT):
-            if sandbox.state is State.PAUSING and sandbox.policy.auto_resume:
-                await self.settle(sandbox)  # what it keeps is known then
-            resumes = sandbox.policy.auto_resume and sandbox.pause_mode is not PauseMode.FILESYSTEM
-            if sandbox.state not in (State.RUNNING, State.RESUMING) and not resumes:
-                _check_alive(sandbox)
-                raise NotFound(f"sandbox '{sandbox.id}' is paused")
-            await self.resume(sandbox, seconds)
+            while sandbox.state is not State.RUNNING:  # somebody may pause it again at once
+                if sandbox.state is State.PAUSING and sandbox.policy.auto_resume:
+                    await self.settle(sandbox)  # what it keeps is known then
+                resumes = sandbox.policy.auto_resume and sandbox.pause_mode is not PauseMode.FILESYSTEM
+                if sandbox.state not in (State.RUNNING, State.RESUMING) and not resumes:
+                    _check_alive(sandbox)
+                    raise NotFound(f"sandbox '{sandbox.id}' is paused")
+                with contextlib.suppress(Conflict):  # it runs no more
+                    await self.resume(sandbox, seconds)
 
     async def expire(self, sandbox: Sandbox, detail: str) -> None:
         """The sandbox's time is over: pause or kill it, as it was made."""
