@@ -7,6 +7,7 @@ import io
 import os
 import stat
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,62 @@ def test_a_cut_archive_is_refused(cut: int, tmp_path: Path) -> None:
     data = gzip.compress(layer(folder("d"), Entry("d/x", os.urandom(4000))))
     with pytest.raises(BadRequest, match="not a tar archive that can be unpacked"):
         unpack(data[:cut], tmp_path / "a")
+
+
+def _header(kind: bytes, size: int) -> bytes:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _times(value: bytes) -> bytes:
+    record = b"%d mtime=%s\n" % (len(value) + 10, value)
+    return _header(tarfile.XHDTYPE, len(record)) + record.ljust(512, b"\0") + _header(tarfile.REGTYPE, 0)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+def test_a_header_without_end_is_not_read_into_memory(kind: bytes, tmp_path: Path) -> None:
+    class Endless(io.RawIOBase):
+        given = at = 0
+
+        def seek(self, offset: int, whence: int = 0) -> int:
+            self.at = offset
+            return offset
+
+        def read(self, size: int = -1) -> bytes:
+            data = _header(kind, 7 << 30)[self.at : self.at + size]
+            self.at += size
+            self.given += size
+            return data + b" " * (size - len(data))
+
+    endless = Endless()
+    with pytest.raises(BadRequest, match="of 7516192768 bytes before one entry"):
+        unpack_layer(endless, tmp_path / "x", BASE, 8 << 30)  # type: ignore[arg-type]
+    assert endless.given < 8 << 20
+
+
+@pytest.mark.parametrize(("count", "size"), [(100, 1 << 20), (2000, 512)])
+def test_headers_before_no_entry_come_to_an_end(count: int, size: int, tmp_path: Path) -> None:
+    data = io.BytesIO((_header(tarfile.XGLTYPE, size) + bytes(size)) * count + layer(Entry("a")))
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequest, match="before one entry"):
+            unpack_layer(data, tmp_path / "x", BASE, 1 << 30)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_values_for_all_entries_are_few(tmp_path: Path) -> None:
+    parts = []
+    for number in range(300):
+        record = b"23 a%04d=%s\n" % (number, b"x" * 13)
+        parts.append(_header(tarfile.XGLTYPE, len(record)) + record.ljust(512, b"\0") + _header(tarfile.REGTYPE, 0))
+    with pytest.raises(BadRequest, match="more than 256 values for all"):
+        unpack(b"".join(parts) + bytes(1024), tmp_path / "x")
+
+
+@pytest.mark.parametrize("value", [b"1e300", b"nan", b"inf", b"-1e300"])
+def test_times_that_are_none(value: bytes, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="not a tar archive that can be unpacked"):
+        unpack(_times(value) + bytes(1024), tmp_path / "x")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from sandyard.errors import BadRequest
+from sandyard.images.entries import StrangeEntry, entries
 from sandyard.images.owners import CAPABILITY, bind_capability, shifted
 
 MAX_ENTRIES = 2_000_000
@@ -29,22 +30,20 @@ def unpack(archive: Path, root: Path, uid_base: int, on_bytes: Callable[[int], N
     archive and the entry; the caller removes `root`.
     """
     try:
-        with tarfile.open(archive, "r|*") as tar:
+        with tarfile.open(archive, "r|*", tarinfo=StrangeEntry) as tar:
             root.mkdir(mode=0o755)
             with Unpacker(root, uid_base) as unpacker:
-                for count, member in enumerate(tar):
-                    if count >= MAX_ENTRIES:
-                        raise BadRequest(f"more than {MAX_ENTRIES} entries")
+                for member in entries(tar, MAX_ENTRIES):
                     unpacker.add(member, tar)
                     on_bytes(unpacker.written)
             return unpacker.written
-    except (tarfile.TarError, EOFError) as error:
+    except BadRequest as error:
+        raise BadRequest(f"archive {archive}: {error}") from error
+    except (tarfile.TarError, EOFError, OverflowError, ValueError) as error:
         raise BadRequest(
             f"{archive} is not a tar archive that can be read: {error}",
             remedy="give a .tar, .tar.gz, .tar.bz2 or .tar.xz",
         ) from error
-    except BadRequest as error:
-        raise BadRequest(f"archive {archive}: {error}") from error
     except OSError as error:
         raise BadRequest(f"archive {archive}: {error}") from error
 
@@ -56,7 +55,7 @@ class Unpacker:
         self.written = 0
         self._root = os.open(root, _ENOUGH_DIRECTORIES)
         self._base = uid_base
-        self._directories: list[tuple[tuple[str, ...], tarfile.TarInfo]] = []
+        self._directories: list[tuple[tuple[str, ...], int, float]] = []  # parts, mode, mtime
         os.chown(self._root, uid_base, uid_base)
 
     def __enter__(self) -> Self:
@@ -65,10 +64,10 @@ class Unpacker:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if error is None:
-                for parts, member in reversed(self._directories):
-                    with self._walk(parts, make=False, name=member.name) as fd:
-                        os.chmod(fd, member.mode & 0o7777)
-                        os.utime(fd, (member.mtime, member.mtime))
+                for parts, mode, mtime in reversed(self._directories):
+                    with self._walk(parts, make=False, name="/".join(parts)) as fd:
+                        os.chmod(fd, mode & 0o7777)
+                        os.utime(fd, (mtime, mtime))
         finally:
             os.close(self._root)
 
@@ -77,7 +76,7 @@ class Unpacker:
         if member.isdir():
             with self._walk(parts, make=True, name=member.name) as fd:
                 os.chown(fd, *self._owner(member))
-            self._directories.append((parts, member))
+            self._directories.append((parts, member.mode, member.mtime))
             return
         if not parts:
             raise BadRequest(f"entry {member.name!r} is the root and not a directory")

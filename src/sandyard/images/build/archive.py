@@ -10,24 +10,15 @@ import tarfile
 import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import IO
 
 from sandyard.errors import BadRequest
+from sandyard.images.entries import StrangeEntry, entries
 
 MAX_ENTRIES = 1_000_000
 _BLOCK = 512
 _CHUNK = 1 << 20
-_HEADER_LIMIT = 1 << 20
-_PER_ENTRY = 64 << 10  # what headers may take on average
-_LONG = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-)
 _MAGIC = ("*", "?", "[", "{")
 
 
@@ -38,21 +29,6 @@ class Picked:
     name: str
     member: tarfile.TarInfo
     content: IO[bytes] | None  # of a regular file; to be read before the next entry is asked for
-
-
-class _Entry(tarfile.TarInfo):
-    """One whose headers fit in memory, whatever a stranger wrote: `_proc_member` is there to be overridden."""
-
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        if self.type in _LONG and self.size > _HEADER_LIMIT:
-            raise tarfile.ReadError(f"a header of {self.size} bytes")
-        if self.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError("a sparse file: pack it without --sparse")
-        made: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc] # typeshed leaves it out
-        return made
-
-    def _proc_gnusparse_10(self, *_: object) -> None:
-        raise tarfile.ReadError("a sparse file: pack it without --sparse")
 
 
 def source_root(pattern: str) -> str:
@@ -69,17 +45,9 @@ def pick(archive: Path, root: str) -> Generator[Picked, None, None]:
     """Entries at or below `root`, in their order. Blocking.
 
     Raises `BadRequest` for an archive that cannot be read and for names that leave it."""
-    sizes = 0
     try:
-        with tarfile.open(archive, "r|*", tarinfo=_Entry) as tar:
-            for number in count():
-                member = tar.next()
-                if member is None:
-                    return
-                tar.members.clear()  # type: ignore[attr-defined] # it would hold every one of them
-                sizes += member.size
-                if number >= MAX_ENTRIES or tar.offset > _PER_ENTRY * (number + 1) + sizes:
-                    raise BadRequest(f"the archive has more than {MAX_ENTRIES} entries, or empty ones without end")
+        with tarfile.open(archive, "r|*", tarinfo=StrangeEntry) as tar:
+            for member in entries(tar, MAX_ENTRIES):
                 name = _below("/".join(_clean(member.name)), root)
                 if name is None or (not name and member.isdir()):
                     continue

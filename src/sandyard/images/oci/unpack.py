@@ -25,6 +25,7 @@ from typing import IO, cast
 import zstandard
 
 from sandyard.errors import BadRequest
+from sandyard.images.entries import StrangeEntry, entries
 from sandyard.images.tarball import MAX_ENTRIES, Unpacker, parts_of
 
 OPAQUE = "trusted.overlay.opaque"
@@ -53,16 +54,16 @@ def unpack_layer(blob: IO[bytes], root: Path, uid_base: int, max_bytes: int, bel
     try:
         root.mkdir(mode=0o755)
         with (
-            tarfile.open(fileobj=cast("IO[bytes]", hashed), mode="r|", errorlevel=2) as tar,
+            tarfile.open(fileobj=cast("IO[bytes]", hashed), mode="r|", errorlevel=2, tarinfo=StrangeEntry) as tar,
             LayerUnpacker(root, uid_base, max_bytes, below) as unpacker,
         ):
-            for count, member in enumerate(tar):
-                if count >= MAX_ENTRIES:
-                    raise BadRequest(f"more than {MAX_ENTRIES} entries")
+            for member in entries(tar, MAX_ENTRIES):
                 unpacker.add(member, tar)
         while hashed.read(_CHUNK):  # what follows the end mark belongs to the digest too
             pass
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zstandard.ZstdError, OSError) as error:
+    except BadRequest:
+        raise
+    except (tarfile.TarError, EOFError, zstandard.ZstdError, OSError, OverflowError, ValueError) as error:
         raise BadRequest(f"the layer is not a tar archive that can be unpacked: {error}") from error
     return Unpacked(f"sha256:{hashed.digest.hexdigest()}", unpacker.written, unpacker.self_contained)
 
