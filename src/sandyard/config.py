@@ -90,6 +90,8 @@ class SandboxSettings(_Section):
     max_paused: float = Field(default=30 * 86400.0, gt=0)  # seconds after which a paused one is destroyed
     ready_timeout: float = Field(default=60.0, gt=0)  # seconds for the start command of a template to become ready
     max_count: int = Field(default=0, ge=0)  # 0: from the host's memory
+    per_tenant: int = Field(default=0, ge=0)  # of one tenant, running or paused; 0: as many as there is room for
+    snapshots_mb: int = Field(default=65536, ge=0)  # what the snapshots of one tenant may take; 0: no limit
     memory_overcommit: float = Field(default=8.0, ge=1)  # sum of memory limits over the host's memory
     start_concurrency: int = Field(default=0, ge=0)  # 0: four per core
 

@@ -75,14 +75,16 @@ class Copying:
         """Keep the files of a sandbox, running or paused, for others to start from. A `name` that is a snapshot's
         already gets this state in place of the one that had the tag.
 
-        Raises `BadRequest` (name), `Conflict` (the name is a template's), `Unsupported`, `SandboxError`."""
+        Raises `BadRequest` (name), `Conflict` (the name is a template's), `CapacityError` (its tenant has as much
+        as it may), `Unsupported`, `SandboxError`."""
         manager = self._manager
         self.check(memory=False)
         names, tag = _names(name)
         self._known(sandbox.tenant, names)
         began = time.monotonic()
         # Whoever kills the sandbox meanwhile must not take what lies below from its copies.
-        with manager.catalog.new_layer() as path, manager.maker.holding(sandbox.instance.spec.rootfs):
+        below = sandbox.instance.spec.rootfs
+        with manager.quota.snapshot(sandbox), manager.catalog.new_layer() as path, manager.maker.holding(below):
             rootfs, size = await self._commit(sandbox, path, durable=True)
             async with self._naming:  # two of one new name are one snapshot with two states
                 template = self._known(sandbox.tenant, names) or await manager.catalog.add_template(

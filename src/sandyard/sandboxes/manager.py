@@ -42,6 +42,7 @@ from sandyard.sandboxes.model import (
 )
 from sandyard.sandboxes.pausing import Pausing
 from sandyard.sandboxes.pool import Shelf, WarmPool
+from sandyard.sandboxes.quota import Quota
 from sandyard.sandboxes.reaping import Reaper
 from sandyard.sandboxes.recovery import recover
 from sandyard.sandboxes.starting import StartCommand, Starter, tell_environment
@@ -87,6 +88,7 @@ class SandboxManager:
         self.pausing = Pausing(self)
         self.reaper = Reaper(self)
         self.copying = Copying(self)
+        self.quota = Quota(self)
         # Half of what the runtime starts at once: a caller always finds the other half free.
         ahead = max(runtime.starts_at_once // 2, 1)
         self.pool = WarmPool(
@@ -160,7 +162,7 @@ class SandboxManager:
         found, build = self.catalog.resolve(request.template, request.tenant)
         template = self.catalog.view(found, build)
         self._check_lease(request.tenant, request.lease_id)
-        with self.maker.holding(template.rootfs):
+        with self.quota.sandbox(request.tenant), self.maker.holding(template.rootfs):
             return await self._create(request, found, template, started)
 
     async def _create(self, request: CreateRequest, found: Template, template: TemplateView, started: float) -> Sandbox:
@@ -179,6 +181,10 @@ class SandboxManager:
         """A child of `parent`, on `rootfs`: with its settings, an id of its own and none of its processes.
 
         Raises `CapacityError`, `CreateFailed`, `HostError`."""
+        with self.quota.sandbox(parent.tenant):
+            return await self._spawn(parent, rootfs, seconds)
+
+    async def _spawn(self, parent: Sandbox, rootfs: Rootfs, seconds: float) -> Sandbox:
         started = time.monotonic()
         await self.maker.make_room(parent.resources)
         instance, lines = await self.maker.make(rootfs, parent.resources, parent.start)
