@@ -138,6 +138,7 @@ class BuildSettings(_Section):
 
     at_once: int = Field(default=3, ge=1)  # one tenant's: all but one, where there are more
     per_tenant: int = Field(default=64, ge=1)  # running or queued
+    templates: int = Field(default=1000, ge=1)  # of one tenant
     timeout: float = Field(default=3600.0, gt=0)  # seconds from its turn on
     ready_timeout: float = Field(default=600.0, gt=0)  # seconds for a start command to become ready
     disk_mb: int = Field(default=8192, ge=16)  # what one sandbox of a build may write

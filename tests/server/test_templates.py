@@ -20,6 +20,7 @@ from sandyard.config import BuildSettings
 from sandyard.errors import BadRequest, CapacityError
 from sandyard.images.build import Cached, Level, State
 from sandyard.server.builds import BuildLog, FileStore
+from sandyard.server.builds import queue as queue_module
 from sandyard.server.builds import tickets as tickets_module
 from sandyard.server.builds.cache import LayerCache
 from sandyard.server.builds.files import UPLOADS
@@ -335,6 +336,34 @@ async def test_tenants_take_turns() -> None:
         pass
 
 
+def test_builds_that_came_to_nothing_do_not_pile_up(
+    server: LiveServer, api: httpx.Client, other: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "LEFTOVERS", 3)
+    kept = build(api, "x")
+    theirs = register(other, "y")
+    failed = register(api, "x")
+    begin(api, failed, steps=[{"type": "RUN", "args": ["fail 1"]}])
+    assert ended(api, failed)["status"] == "error"
+    waiting = [register(api, "x") for _ in range(6)]
+    found = {b["buildID"]: b["status"] for b in api.get("/templates/x").json()["builds"]}
+    assert found == {kept["buildID"]: "ready", **{made["buildID"]: "waiting" for made in waiting[-3:]}}
+    assert status_of(other, theirs)["status"] == "waiting"
+    assert (begin(api, waiting[0]).status_code, begin(api, waiting[-1]).status_code) == (400, 202)
+    assert not (server.settings.paths.state / "builds" / f"{failed['buildID']}.log").exists()
+
+
+def test_templates_of_a_tenant_have_a_number(tmp_path: Path) -> None:
+    settings = memory_settings(tmp_path)
+    settings = settings.model_copy(update={"build": BuildSettings(templates=2)})
+    with running(settings) as server, server.client() as api:
+        assert [register(api, name)["names"] for name in ("a", "b", "a")] == [["a"], ["b"], ["a"]]
+        full = api.post("/v3/templates", json={"name": "c"})
+        assert (full.status_code, "2 templates of yours" in full.json()["message"]) == (429, True)
+        assert api.delete("/templates/b").status_code == 204
+        register(api, "c")
+
+
 def test_a_build_waits_for_a_place_and_takes_one(start_server: Callable[..., Any]) -> None:
     with start_server(max_count=1) as server, server.client() as api:
         box = api.post("/v2/sandboxes", json={"templateID": "base"}).json()["sandboxID"]
@@ -551,6 +580,14 @@ def test_no_tenant_touches_another_ones_templates(api: httpx.Client, other: http
     assert ended(other, started)["status"] == "error"
     mine = build(other, "x:default")
     assert mine["templateID"] != template_id
+
+
+def test_what_clients_ask_for_by_themselves_is_never_another_tenants(api: httpx.Client, other: httpx.Client) -> None:
+    made = build(api, "code-interpreter-v1")
+    assert api.patch(f"/v2/templates/{made['templateID']}", json={"public": True}).status_code == 200
+    assert api.post("/v2/sandboxes", json={"templateID": "code-interpreter-v1"}).status_code == 201
+    assert other.post("/v2/sandboxes", json={"templateID": "code-interpreter-v1"}).status_code == 404
+    assert other.post("/v2/sandboxes", json={"templateID": made["templateID"]}).status_code == 201
 
 
 def test_a_public_template_is_used_and_not_changed(api: httpx.Client, other: httpx.Client) -> None:

@@ -29,6 +29,8 @@ from sandyard.store import BuildRecord, TagRecord, TemplateRecord
 from sandyard.store.catalog import CatalogTables
 
 DEFAULT_TAG = "default"
+# What clients ask for by themselves: the node's or one's own, never what somebody else published.
+STANDARD_NAMES = frozenset({"base", "code-interpreter", "code-interpreter-v1", "desktop"})
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _TAG = re.compile(r"[a-z0-9_.-]{1,128}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -326,11 +328,11 @@ class Catalog:
     def _match(self, wanted: str, tenant: str | None) -> Template | None:
         """One's own comes before everyone's."""
         mine = [t for t in self._templates.values() if t.tenant == tenant or tenant is None]
-        others = [t for t in self._templates.values() if t.public]
-        for template in (*mine, *self._node, *others):
+        for template in (*mine, *self._node):
             if wanted == template.id or wanted in template.names:
                 return template
-        return None
+        others = [t for t in self._templates.values() if t.public]
+        return next((t for t in others if wanted == t.id or wanted in set(t.names) - STANDARD_NAMES), None)
 
     def _taken(self, name: str, tenant: str) -> Template | None:
         """Another tenant's name, public or not, is free: one's own is found first."""

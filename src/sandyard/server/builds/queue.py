@@ -32,6 +32,7 @@ SAVE_SECONDS = 2.0
 LOGS_KEPT = 16  # logs of finished builds that stay in memory
 COLLECT_SECONDS = 3600.0
 BUSY_SECONDS = 5.0
+LEFTOVERS = 512  # builds of one tenant that wait for their order, or failed
 WAITING_SECONDS = 86400.0  # a build that was never begun is given up after so long
 
 
@@ -101,12 +102,23 @@ class Builds:
         `CapacityError` where the tenant has as many as it may."""
         self._check_free(template, tags)
         self._check_count(template)
+        await self._drop_leftovers(template)
         sizes = {"cpu": resources.cpu, "memory_mb": resources.memory_mb}
         sizes |= {"disk_mb": resources.disk_mb, "pids": resources.pids}
         config: dict[str, Any] = {"resources": sizes, "tags": list(tags)}
         return await self._catalog.put_build(
             Build(str(uuid.uuid4()), template.id, "waiting", Rootfs(()), config, time.time())
         )
+
+    def check_room(self, tenant: str) -> None:
+        """Raises `CapacityError` where the tenant has as many templates as it may."""
+        count = sum(t.tenant == tenant and t.kind == "template" for t in self._catalog.all(tenant))
+        if count >= self._settings.templates:
+            raise CapacityError(
+                f"there are {count} templates of yours already (build.templates)",
+                retry_after=BUSY_SECONDS,
+                remedy="delete some",
+            )
 
     async def begin(self, template: Template, build: Build, order: Order) -> None:
         """Queue a registered build. Raises `BadRequest` unless it waits, and `Conflict` as `register` does."""
@@ -204,6 +216,15 @@ class Builds:
                 elif build.status in ("ready", "error") and build.id not in tagged and build.created_at < oldest:
                     await self._catalog.drop_build(template, build.id)
                     await self._forget([build.id])
+
+    async def _drop_leftovers(self, template: Template) -> None:
+        """Builds that came to nothing cost nothing to make: the oldest of them go once a tenant has many."""
+        mine = [t for t in self._catalog.all(template.tenant) if t.tenant == template.tenant and t.kind == "template"]
+        found = [(b.created_at, t, b) for t in mine for b in t.builds.values() if b.status in ("waiting", "error")]
+        for _, owner, build in sorted(found, key=lambda item: item[0])[: max(len(found) - LEFTOVERS + 1, 0)]:
+            if owner.builds.get(build.id) is build:  # and was not begun meanwhile
+                await self._catalog.drop_build(owner, build.id)
+                await self._forget([build.id])
 
     # --- one build ---
 

@@ -174,6 +174,7 @@ async def _template(here: Context, tenant: str, name: str) -> Template:
     try:
         found = catalog.find(name, tenant)
     except NotFound:
+        here.builds.check_room(tenant)
         return await catalog.add_template(tenant, "template", [name])
     if found.tenant == tenant:
         if found.kind != "template":
@@ -181,6 +182,7 @@ async def _template(here: Context, tenant: str, name: str) -> Template:
         return found
     if found.tenant is None:
         raise Forbidden(f"template '{found.name}' belongs to the node", remedy="take another name")
+    here.builds.check_room(tenant)
     return await catalog.add_template(tenant, "template", [name])  # another tenant's public one does not take it
 
 
