@@ -8,7 +8,7 @@ from tests.compat.outcomes import Outcomes, count, failing, of_vitest, passing
 from tests.compat.report import Row
 from tests.compat.servers import Target, by_host_name, by_url
 from tests.compat.ubuntu import ubuntu_registry
-from tests.compat.workshop import WORKERS, Workshop
+from tests.compat.workshop import LONE, WORKERS, Workshop
 
 PART = "js"
 BAR = 170  # of the 202 live ones, by URL and without a way to the internet
@@ -18,9 +18,8 @@ _PROJECTS = ("unit", "template", "connectionConfig")
 def run(shop: Workshop) -> list[Row]:
     checkout = shop.copy_of_checkout()
     node = shop.node()
-    if not (checkout / "packages/js-sdk/node_modules").is_dir():
-        install = ["pnpm", "install", "--frozen-lockfile", "--filter", "e2b", "--ignore-scripts"]
-        shop.run("js-install", install, cwd=checkout, env=node)
+    install = ["pnpm", "install", "--frozen-lockfile", "--filter", "e2b", "--ignore-scripts"]
+    shop.run("js-install", install, cwd=checkout, env=node)
     offline = _offline(shop, checkout, node)
     with ubuntu_registry(shop) as images, by_url(images, internet=shop.internet) as target:
         live = _vitest(shop, checkout, node, target, "by-url")
@@ -38,23 +37,21 @@ def _words(report: Path) -> list[str]:
 def _offline(shop: Workshop, checkout: Path, node: dict[str, str]) -> Outcomes:
     report = shop.cache / f"{checkout.name}-js-offline.json"
     if not report.is_file():
-        lone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        part = shop.logs / "js-offline.json"
         env = node | {"E2B_API_KEY": "e2b_00"}
-        shop.run("js-offline", [*lone, *_words(report)], cwd=checkout / "packages/js-sdk", env=env, may_fail=True)
+        shop.suite("js-offline", [*LONE, *_words(part)], part, cwd=_suite(checkout), env=env).rename(report)
     return of_vitest(report, checkout)
 
 
 def _vitest(shop: Workshop, checkout: Path, node: dict[str, str], target: Target, name: str) -> Outcomes:
     report = shop.logs / f"js-{name}.json"
-    report.unlink(missing_ok=True)
-    shop.run(
-        f"js-{name}",
-        target.command(_words(report)),
-        cwd=checkout / "packages/js-sdk",
-        env=node | dict(target.env),
-        may_fail=True,
-    )
+    env = node | dict(target.env)
+    shop.suite(f"js-{name}", target.command(_words(report)), report, cwd=_suite(checkout), env=env)
     return of_vitest(report, checkout)
+
+
+def _suite(checkout: Path) -> Path:
+    return checkout / "packages/js-sdk"
 
 
 def _rows(offline: Outcomes, by_url: Outcomes, by_name: Outcomes) -> list[Row]:

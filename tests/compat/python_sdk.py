@@ -12,7 +12,7 @@ from tests.compat.outcomes import Outcomes, count, failing, of_pytest, passing
 from tests.compat.report import Row
 from tests.compat.servers import Target, by_host_name, by_url
 from tests.compat.ubuntu import ubuntu_registry
-from tests.compat.workshop import WORKERS, Workshop
+from tests.compat.workshop import LONE, WORKERS, Workshop
 
 PART = "python"
 LIVE = ("tests/sync", "tests/async", "tests/shared")
@@ -43,29 +43,21 @@ def run(shop: Workshop) -> list[Row]:
 def _offline(shop: Workshop, suite: Path, python: Path) -> Outcomes:
     report = shop.cache / f"{suite.parents[1].name}-python-offline.xml"
     if not report.is_file():
-        lone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-        words: list[str | Path] = [*lone, python, "-m", "pytest", "-q", "-n", "8", "tests"]
-        shop.run(
-            "python-offline",
-            [*words, "-p", "no:cacheprovider", f"--junitxml={report}"],
-            cwd=suite,
-            env={"E2B_API_KEY": "e2b_00"},
-            may_fail=True,
-        )
+        part = shop.logs / "python-offline.xml"
+        words: list[str | Path] = [*LONE, python, "-m", "pytest", "-q", "-n", "8", "tests", *_reported(part)]
+        shop.suite("python-offline", words, part, cwd=suite, env={"E2B_API_KEY": "e2b_00"}).rename(report)
     return of_pytest(report)
 
 
 def _pytest(shop: Workshop, suite: Path, python: Path, target: Target, name: str, chosen: str) -> Outcomes:
     report = shop.logs / f"python-{name}.xml"
     words: list[str | Path] = [python, "-m", "pytest", "-q", "-n", str(WORKERS), *LIVE, "-k", chosen]
-    shop.run(
-        f"python-{name}",
-        target.command([*words, "-p", "no:cacheprovider", f"--junitxml={report}"]),
-        cwd=suite,
-        env=target.env,
-        may_fail=True,
-    )
-    return of_pytest(report)
+    command = target.command([*words, *_reported(report)])
+    return of_pytest(shop.suite(f"python-{name}", command, report, cwd=suite, env=target.env))
+
+
+def _reported(report: Path) -> list[str]:
+    return ["-p", "no:cacheprovider", f"--junitxml={report}"]
 
 
 def _offline_rows(offline: Outcomes) -> list[Row]:

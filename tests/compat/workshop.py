@@ -14,6 +14,8 @@ from tests.compat.report import say
 
 ROOT = Path(__file__).resolve().parents[2]
 _POINTERS = ("E2B_API_URL", "E2B_SANDBOX_URL", "E2B_DOMAIN", "E2B_API_KEY", "E2B_ACCESS_TOKEN", "E2B_DEBUG")
+# In front of a command: it sees no network but a loopback of its own.
+LONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 WORKERS = 2  # the suites' own parallelism: it wants no more cores than a small host has
 
 
@@ -75,6 +77,16 @@ class Workshop:
             last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
             raise PartFailed(f"{name}: exit code {code}: {last[:200]} (all of it: {log})")
         return code
+
+    def suite(
+        self, name: str, command: Sequence[str | Path], report: Path, *, cwd: Path, env: Mapping[str, str]
+    ) -> Path:
+        """Run a test suite that writes `report`, whose tests may fail. Raises `PartFailed` where it writes none."""
+        report.unlink(missing_ok=True)
+        code = self.run(name, command, cwd=cwd, env=env, may_fail=True)
+        if not report.is_file():
+            raise PartFailed(f"{name}: exit code {code} and no report; see {self.logs / name}.log")
+        return report
 
     def venv(self, name: str, requirements: Sequence[str], *, python: str = "") -> Path:
         """The interpreter of a virtual environment with `requirements`, made once."""
