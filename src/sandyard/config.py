@@ -116,7 +116,7 @@ class ImageSettings(_Section):
     registries: list[str] = Field(default_factory=list)  # where short names are looked for, in this order
     mirrors: dict[str, list[str]] = Field(default_factory=dict)  # registry: what to try before it
     allowed: list[str] = Field(default_factory=list)  # registries (or `registry/path`) to pull from; empty: any
-    plain_http: list[str] = Field(default_factory=list)  # registries without TLS; loopback needs no entry
+    plain_http: list[str] = Field(default_factory=list)  # registries without TLS; those on loopback have none
     auth_file: Path | None = None  # credentials as `docker login` keeps them; None: ~/.docker/config.json
     platform: str | None = None  # "linux/arm64"; None: the host's own
     max_layer_mb: int = Field(default=32 * 1024, ge=1)  # a layer that unpacks to more is refused
