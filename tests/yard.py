@@ -6,11 +6,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
+from sandyard.images.base import build_base
+from sandyard.runtimes.container import ContainerRuntime
 
 
 @contextmanager
@@ -51,3 +53,15 @@ def leftovers(home: Path) -> list[str]:
     listing = ["losetup", "--list", "--noheadings", "--output", "BACK-FILE"]
     loops = subprocess.run(listing, capture_output=True, text=True, check=True)
     return found + [f"loop device {line}" for line in loops.stdout.splitlines() if mark in line]
+
+
+@asynccontextmanager
+async def clean_node(settings: Settings) -> AsyncIterator[None]:
+    """The host's base template (built on first use, which takes a minute or two); afterwards no sandbox,
+    mount, process, cgroup or loop device of this node exists."""
+    await build_base(Settings())
+    yield
+    runtime = ContainerRuntime(settings)
+    sandboxes = await runtime.list()
+    await runtime.close()
+    assert [*sandboxes, *leftovers(settings.paths.run.parent)] == []

@@ -16,10 +16,8 @@ import pytest
 from e2b import CommandExitException, RateLimitException, Sandbox, SandboxException
 
 from sandyard.config import SandboxSettings, Settings
-from sandyard.images.base import build_base
-from sandyard.runtimes.container import ContainerRuntime
 from sandyard.server.embedded import EmbeddedServer
-from tests.yard import leftovers, node_home, node_settings
+from tests.yard import clean_node, node_home, node_settings
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 
@@ -32,19 +30,9 @@ def settings() -> Iterator[Settings]:
 
 
 @pytest.fixture(autouse=True)
-async def base_template() -> None:
-    """Built on first use, which takes a minute or two."""
-    await build_base(Settings())
-
-
-@pytest.fixture(autouse=True)
-async def nothing_is_left(settings: Settings) -> AsyncIterator[None]:
-    """After the test no sandbox, mount, process, cgroup or loop device of this node exists."""
-    yield
-    runtime = ContainerRuntime(settings)
-    sandboxes = await runtime.list()
-    await runtime.close()
-    assert [*sandboxes, *leftovers(settings.paths.run.parent)] == []
+async def clean(settings: Settings) -> AsyncIterator[None]:
+    async with clean_node(settings):
+        yield
 
 
 def sdk(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
