@@ -21,10 +21,11 @@ def run(shop: Workshop) -> list[Row]:
     install = ["pnpm", "install", "--frozen-lockfile", "--filter", "e2b", "--ignore-scripts"]
     shop.run("js-install", install, cwd=checkout, env=node)
     offline = _offline(shop, checkout, node)
-    with ubuntu_registry(shop) as images, by_url(images, internet=shop.internet) as target:
-        live = _vitest(shop, checkout, node, target, "by-url")
-    with by_host_name() as target:
-        named = _vitest(shop, checkout, node, target, "by-host-name")
+    with ubuntu_registry(shop) as images:
+        with by_url(images, internet=shop.internet) as target:
+            live = _vitest(shop, checkout, node, target, "by-url")
+        with by_host_name(images) as target:
+            named = _vitest(shop, checkout, node, target, "by-host-name")
     return _rows(offline, live, named)
 
 

@@ -42,14 +42,15 @@ def by_url(images: ImageSettings | None = None, *, internet: bool = False) -> It
 
 
 @contextmanager
-def by_host_name() -> Iterator[Target]:
+def by_host_name(images: ImageSettings | None = None) -> Iterator[Target]:
     """The server is found by `E2B_DOMAIN`: `api.` and `{port}-{id}.` below a domain, over TLS of its own CA."""
     with ExitStack() as held:
         home = held.enter_context(node_home())
         settings = node_settings(home, low=2, high=64)
         port = _free_port()
         where = {"domain": f"{DOMAIN}:{port}", "tls_port": port}
-        settings = settings.model_copy(update={"server": settings.server.model_copy(update=where)})
+        changes = {"server": settings.server.model_copy(update=where), "images": images or ImageSettings()}
+        settings = settings.model_copy(update=changes)
         server = held.enter_context(EmbeddedServer(settings))
         names = held.enter_context(name_server(DOMAIN))
         ca = str(settings.paths.state / "tls" / "ca.pem")
