@@ -30,7 +30,9 @@ console = Console()
 def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     arguments.add_argument("--rounds", type=int, default=20, help="samples of each short figure")
-    arguments.add_argument("--only", choices=["sandboxes", "snapshots", "sessions", "rollout", "openenv"], help="one section")
+    arguments.add_argument(
+        "--only", choices=["sandboxes", "snapshots", "sessions", "rollout", "openenv"], help="one section"
+    )
     options = arguments.parse_args()
     report, before = Report(), _load()
     if options.only in (None, "sandboxes"):
