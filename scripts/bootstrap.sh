@@ -27,12 +27,15 @@ command -v "$python" >/dev/null || apt_install python3 python3-venv
 command -v git >/dev/null || apt_install git
 if [[ ,$extras, == *,dev,* ]]; then
   # Of the tests: a compiler with sanitizers for the agent (the package itself makes do with PyPI's ziglang where
-  # there is none), both engines, a registry to pull from, and a shell for images without a library.
+  # there is none), both engines, a registry to pull from, a shell for images without a library, and what
+  # networks are made with.
   missing=()
   command -v cc >/dev/null || missing+=(gcc libc6-dev)
   command -v runc >/dev/null || [ -x /usr/sbin/runc ] || missing+=(runc)
   command -v docker-registry >/dev/null || missing+=(docker-registry)
   command -v busybox >/dev/null || missing+=(busybox-static)
+  command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
+  command -v ip >/dev/null || [ -x /usr/sbin/ip ] || missing+=(iproute2)
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
 fi
 
