@@ -5,6 +5,7 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from sandyard.train.charts import PANELS, Panel, svg
@@ -115,7 +116,8 @@ def test_progress_off_a_terminal_is_plain_lines() -> None:
     assert "\x1b" not in out.getvalue()
 
 
-def test_progress_on_a_terminal_counts_rollouts() -> None:
+def test_progress_on_a_terminal_counts_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one gets no bar
     out = io.StringIO()
     with RunProgress(Console(file=out, width=200, force_terminal=True), rollouts=8) as progress:
         progress.on_event(events()[0])
