@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sandyard.errors import Conflict, CreateFailed, DeathReason, HostError, NotFound, SandboxDied, SandboxError
+from sandyard.errors import (
+    AgentLinkError,
+    Conflict,
+    CreateFailed,
+    DeathReason,
+    HostError,
+    NotFound,
+    SandboxDied,
+    SandboxError,
+)
+from sandyard.guest.memory import MemoryAgent
 from sandyard.runtimes.memory import MemoryInstance, MemoryRuntime
 from sandyard.sandboxes import Sandbox, State
 from sandyard.sandboxes.model import OnTimeout, PauseMode, TimeoutPolicy
@@ -331,3 +341,35 @@ async def test_traffic_gets_through_to_one_that_is_paused_again_meanwhile(open_y
         assert await asyncio.gather(first, *others) == [made] * 4
         await pausing
         assert yard.find(made.id) is made
+
+
+class LateRuntime(MemoryRuntime):
+    """Looks for a sandbox until it is told what it found: nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def adopt(self, sandbox_id: str) -> Any:
+        self.asked.set()
+        await self.go.wait()
+        return None
+
+
+async def test_a_pause_while_a_link_is_looked_for_is_no_crash(
+    open_yard: OpenYard, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(_agent: MemoryAgent) -> dict[str, str]:
+        raise AgentLinkError("no answer")
+
+    runtime = LateRuntime()
+    async with open_yard(runtime) as yard:
+        made = await yard.create(wanted())
+        monkeypatch.setattr(MemoryAgent, "hello", silent)
+        looking = asyncio.create_task(yard.relink(made))
+        await runtime.asked.wait()
+        await yard.pausing.pause(made, memory=False)
+        runtime.go.set()
+        await looking
+        assert made.state is State.PAUSED
+        assert yard.look(made.id) is made

@@ -278,10 +278,12 @@ class SandboxManager:
         """Get a new link to an agent whose link broke though the sandbox lives; kill it where that fails. One that
         is paused, or on its way there, is left alone."""
         async with self._relinking:
-            if sandbox.state is not State.RUNNING or await _answers(sandbox):
+            if sandbox.state is not State.RUNNING or await _answers(sandbox) or sandbox.state is not State.RUNNING:
                 return
             log.warning("agent link broke", sandbox=sandbox.id)
             instance = await self.runtime.adopt(sandbox.id)
+            if sandbox.state is not State.RUNNING:
+                return  # a pause came meanwhile: no link is what it should have
             if instance is None:
                 await self.kill(sandbox.id, DeathReason.CRASHED, "its agent does not answer")
             else:
