@@ -10,6 +10,8 @@ from sandyard.envs.base import StepStatus
 from sandyard.envs.interpreter import Interpreter
 from tests.envs.interpreter.oracle import run_in_cpython
 
+OUTPUT_LIMIT = 1 << 20
+
 
 @dataclass
 class Comparison:
@@ -25,8 +27,9 @@ async def compare(programs: Sequence[str], *, timeout: float = 20.0) -> Comparis
     """Run `programs` in both, each as a session of its own."""
     comparison = Comparison()
     expected = run_in_cpython(programs)
-    async with Interpreter(hash_seed=0, output_limit=1 << 20) as interpreter:
-        for program, (stdout, error) in zip(programs, expected, strict=True):
+    async with Interpreter(hash_seed=0, output_limit=OUTPUT_LIMIT) as interpreter:
+        for program, (printed, error) in zip(programs, expected, strict=True):
+            stdout = _kept(printed)
             await interpreter.reset()
             result = await interpreter.run(program, timeout=timeout)
             comparison.statuses[result.status] += 1
@@ -38,3 +41,9 @@ async def compare(programs: Sequence[str], *, timeout: float = 20.0) -> Comparis
             if result.status is not StepStatus.TIMEOUT and error is not None and answer != (stdout, error):
                 comparison.different.append(f"{program}\n# CPython:     {stdout!r} {error!r}\n# interpreter: {answer}")
     return comparison
+
+
+def _kept(printed: str) -> str:
+    """What the interpreter keeps of so much output."""
+    cut = len(printed) - OUTPUT_LIMIT
+    return printed if cut <= 0 else f"{printed[:OUTPUT_LIMIT]}\n[... {cut} more characters were not kept ...]\n"

@@ -54,6 +54,11 @@ async def test_the_comparison_sees_a_difference() -> None:
     assert len(comparison.different) == 1
 
 
+async def test_output_beyond_the_limit_is_compared_as_far_as_it_is_kept() -> None:
+    comparison = await compare(["print('abc' * 1_000_000)"])
+    assert comparison.different == []
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 async def test_ten_thousand_generated_programs() -> None:
