@@ -14,6 +14,7 @@ named, and a stored or generated key never travels to another host than its own.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 from collections.abc import Mapping
@@ -132,3 +133,11 @@ def local_key(settings: Settings) -> str | None:
         return path.read_text().strip()
     except OSError:
         return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by what its name says, is this machine alone: `127.example` is not."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sandyard.cli.console import stdout
+from sandyard.connection import is_loopback
 from sandyard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def serve(
     from sandyard.envs.openenv.catalog import EnvSpec
     from sandyard.envs.openenv.server import ServerOptions
 
-    if not allow_public and not _is_local(host):
+    if not allow_public and not is_loopback(host):
         raise ConfigError(
             f"{host} is a public address, and whoever reaches it runs programs here",
             remedy="listen on 127.0.0.1, or say --allow-public",
@@ -76,10 +76,3 @@ async def _serve(options: ServerOptions) -> None:
         places = f"{options.workers} workers x {options.max_sessions} sessions"
         stdout.print(f"{options.spec.name} at {server.url}, {places}", markup=False, soft_wrap=True)
         await stop.wait()
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

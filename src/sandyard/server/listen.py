@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sandyard.config import Settings
+from sandyard.connection import is_loopback
 from sandyard.errors import ConfigError, HostError
 
 if TYPE_CHECKING:
@@ -32,11 +31,8 @@ class Listener:
 def check_address(settings: Settings) -> None:
     """Raises `ConfigError` for a plain HTTP address that others can reach, unless that was asked for."""
     host = settings.server.host
-    if settings.server.allow_public or host == "localhost":
+    if settings.server.allow_public or is_loopback(host):
         return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback:
-            return
     raise ConfigError(
         f"setting server.host: {host} can be reached from elsewhere, and it serves plain HTTP",
         remedy="listen on 127.0.0.1 and give others server.tls_port with server.tls_host, or set server.allow_public",

@@ -14,7 +14,7 @@ import stat
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from sandyard.envs.base import Execution
@@ -50,9 +50,7 @@ class LocalLauncher(RunnerLauncher):
         return await run_process([self._python, "-I", "-c", start_source()], stdin, timeout)
 
 
-async def run_process(
-    command: Sequence[str], stdin: bytes, timeout: float, *, environment: Mapping[str, str] | None = None
-) -> Execution:
+async def run_process(command: Sequence[str], stdin: bytes, timeout: float) -> Execution:
     """Run a runner as a process of this machine; whatever happens, it is ended with its boxes."""
     started = time.monotonic()
     process = await asyncio.create_subprocess_exec(
@@ -60,7 +58,6 @@ async def run_process(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=environment,
     )
     try:
         async with asyncio.timeout(timeout):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
+from sandyard.connection import is_loopback
 from sandyard.envs.openenv.failures import SessionLost
 from sandyard.envs.openenv.protocol import Message
 from sandyard.errors import BadRequest
@@ -140,8 +140,4 @@ class Link:
 
 
 def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(urlsplit(url).hostname or "")

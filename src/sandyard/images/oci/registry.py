@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from sandyard.config import Settings
+from sandyard.connection import is_loopback
 from sandyard.errors import ConfigError
 from sandyard.images.oci.base import MANIFEST_LIMIT, OnBytes, Source, SourceError
 from sandyard.images.oci.manifest import ACCEPTED, Descriptor
@@ -226,7 +226,4 @@ def _said(error: Exception) -> str:
 def _loopback(registry: str) -> bool:
     """By what the name says: `127.example` is not of this host."""
     host = registry if registry.endswith("]") else registry.rpartition(":")[0] or registry
-    try:
-        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(host.strip("[]"))
