@@ -1,0 +1,157 @@
+"""An image that is kept as a base and the deltas above it: read as one, made into one, made shorter."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from sandyard.runtimes.deltas.extents import copy, extents
+from sandyard.runtimes.deltas.format import PARTIAL, Delta, DeltaDamaged, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks `first` to `end`, exclusive, as `run` of `delta` has them."""
+
+    first: int
+    end: int
+    delta: Delta
+    run: Run
+
+
+def overlay(deltas: Sequence[Delta]) -> Sequence[Piece]:
+    """Which blocks are whose, by number, where the later delta hides the earlier one's."""
+    pieces: list[Piece] = []
+    for delta in deltas:
+        pieces = _hidden_by(pieces, delta)
+    return pieces
+
+
+def _hidden_by(below: Sequence[Piece], delta: Delta) -> list[Piece]:
+    result: list[Piece] = []
+    waiting = list(reversed(below))
+    for run in delta.runs:
+        while waiting and waiting[-1].first < run.end:
+            piece = waiting.pop()
+            if piece.first < run.first:
+                result.append(Piece(piece.first, min(piece.end, run.first), piece.delta, piece.run))
+            if piece.end > run.end:
+                waiting.append(Piece(run.end, piece.end, piece.delta, piece.run))
+        result.append(Piece(run.first, run.end, delta, run))
+    return result + waiting[::-1]
+
+
+class Chain:
+    """The image that `deltas`, the lowest first, make of the file `base`. Reading checks the deltas' digests.
+
+    Not for several threads at once."""
+
+    def __init__(self, base: Path, deltas: Sequence[Path]) -> None:
+        """Raises `DeltaDamaged` where the deltas are not of one image, and `OSError`."""
+        self._deltas: list[Delta] = []
+        self._file = FileIO(base)
+        try:
+            for path in deltas:
+                self._deltas.append(Delta(path))
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+        self._pieces = overlay(self._deltas)
+        self._starts = [piece.first for piece in self._pieces]
+        self._kept: tuple[Run, bytes] | None = None
+
+    def __enter__(self) -> Chain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for delta in self._deltas:
+            delta.close()
+        self._file.close()
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def data(self) -> Iterator[tuple[int, int]]:
+        """Begin and end, in bytes, of every piece that may have data. Pieces may overlap; those of the base first."""
+        yield from extents(self._file.fileno())
+        for piece in self._pieces:
+            size = piece.delta.block_size
+            yield piece.first * size, min(piece.end * size, self.size)
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill `target` with the image's bytes from `offset`, zeros behind its end. Raises `DeltaDamaged`."""
+        got = os.preadv(self._file.fileno(), [target], offset)
+        while 0 < got < len(target) and (more := os.preadv(self._file.fileno(), [target[got:]], offset + got)):
+            got += more
+        target[got:] = bytes(len(target) - got)
+        if not self._pieces:
+            return
+        block = self._deltas[0].block_size
+        first, end = offset // block, -(-(offset + len(target)) // block)
+        at = max(0, bisect_right(self._starts, first) - 1)
+        while at < len(self._pieces) and self._pieces[at].first < end:
+            self._lay(self._pieces[at], offset, target, block)
+            at += 1
+
+    def _lay(self, piece: Piece, offset: int, target: memoryview, block: int) -> None:
+        begin = max(piece.first * block, offset)
+        end = min(piece.end * block, offset + len(target))
+        if begin < end:
+            skip = begin - piece.run.first * block
+            target[begin - offset : end - offset] = memoryview(self._run(piece))[skip : skip + end - begin]
+
+    def _run(self, piece: Piece) -> bytes:
+        """Windows are often smaller than runs: the last one is kept."""
+        if self._kept is None or self._kept[0] is not piece.run:
+            self._kept = (piece.run, piece.delta.read(piece.run))
+        return self._kept[1]
+
+    def _check(self) -> None:
+        for delta in self._deltas:
+            if delta.size != self.size or delta.block_size != self._deltas[0].block_size:
+                raise DeltaDamaged(f"{delta.path} is not of this image: its size or its blocks are others")
+
+
+def materialise(base: Path, deltas: Sequence[Path], target: Path) -> None:
+    """Write the image that a chain stands for as the new file `target`. Atomic, and readable by its owner only.
+
+    Raises `DeltaDamaged`, and `OSError`."""
+    partial = target.with_name(target.name + PARTIAL)
+    try:
+        with Chain(base, deltas) as chain:
+            copy(base, partial, 0o600)
+            with open(partial, "r+b", buffering=0) as file:
+                for piece in overlay(chain._deltas):
+                    _apply(piece, file.fileno(), chain.size)
+                os.fchmod(file.fileno(), 0o400)
+        os.link(partial, target)  # unlike a rename, it does not replace
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _apply(piece: Piece, descriptor: int, size: int) -> None:
+    block = piece.delta.block_size
+    skip = (piece.first - piece.run.first) * block
+    begin, end = piece.first * block, min(piece.end * block, size)
+    data = memoryview(piece.delta.read(piece.run))[skip : skip + end - begin]
+    while data:
+        done = os.pwrite(descriptor, data, begin)
+        data, begin = data[done:], begin + done
+
+
+def merged(deltas: Sequence[Delta]) -> Iterator[tuple[int, memoryview]]:
+    """The blocks of several deltas, the lowest first, as those of one. Raises `DeltaDamaged`."""
+    for piece in overlay(deltas):
+        data = memoryview(piece.delta.read(piece.run))
+        for number in range(piece.first, piece.end):
+            at = (number - piece.run.first) * piece.delta.block_size
+            yield number, data[at : at + piece.delta.block_size]

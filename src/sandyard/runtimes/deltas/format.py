@@ -1,0 +1,191 @@
+"""One file that holds the blocks of an image which differ from its parent's.
+
+Layout, integers little-endian: the data of the runs, each at a multiple of 4096; the index, one entry a run
+(u64 first block, u32 blocks, u32 zero, u64 offset, 16 bytes digest); the footer of 160 bytes. A run is up to
+1 MiB of neighbouring blocks; one that is all zero has no data. Digests are BLAKE2b of 128 bits (RFC 7693): a
+run's of its data, the footer's of the index and of the footer before it, so that a damaged file is known as one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import IO
+
+from sandyard.errors import SandboxError
+
+Block = tuple[int, "bytes | bytearray | memoryview"]
+
+PARTIAL = ".part"  # behind the name of what is not whole yet
+_MAGIC = b"SYDELTA\x01"
+_ALIGN = 4096
+_RUN_BYTES = 1 << 20
+_ENTRY = struct.Struct("<QIIQ16s")
+_FOOTER = struct.Struct("<8sIIQQQ104s16s")
+_DIGEST = 16
+_PARENT = 104  # bytes of a parent's name
+_NO_DIGEST = bytes(_DIGEST)
+
+
+class DeltaDamaged(SandboxError):
+    """A delta is not what was written: cut, changed, or no delta at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`blocks` of them from number `first`; `offset` of their data in the file, None: they are zero."""
+
+    first: int
+    blocks: int
+    offset: int | None
+    digest: bytes
+
+    @property
+    def end(self) -> int:
+        return self.first + self.blocks
+
+
+class Delta:
+    """A delta as a file, open for reading. The footer and the index are checked at once, each run when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `DeltaDamaged`, and `OSError` where it cannot be read."""
+        self.path = path
+        self._file = FileIO(path)
+        try:
+            self.block_size, self.size, self.parent, self.runs, self.digest = _read_index(self._file, path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Delta:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def data_bytes(self) -> int:
+        """Of the blocks that are not zero."""
+        return sum(run.blocks for run in self.runs if run.offset is not None) * self.block_size
+
+    def read(self, run: Run) -> bytes:
+        """A run's bytes, checked. Raises `DeltaDamaged`."""
+        length = run.blocks * self.block_size
+        if run.offset is None:
+            return bytes(length)
+        data = os.pread(self._file.fileno(), length, run.offset)
+        if len(data) != length or _digest(data) != run.digest:
+            raise DeltaDamaged(f"{self.path}: blocks {run.first} to {run.end - 1} are not what was written")
+        return data
+
+    def blocks(self) -> Iterator[tuple[int, memoryview]]:
+        """Every block by number, ascending. Raises `DeltaDamaged`."""
+        for run in self.runs:
+            data = memoryview(self.read(run))
+            for number in range(run.blocks):
+                yield run.first + number, data[number * self.block_size : (number + 1) * self.block_size]
+
+    def verify(self) -> None:
+        """Read everything. Raises `DeltaDamaged`."""
+        for run in self.runs:
+            self.read(run)
+
+
+def write_delta(path: Path, blocks: Iterable[Block], *, block_size: int, size: int, parent: str, durable: bool) -> int:
+    """Write the new file `path` of `blocks`, in ascending order, of an image of `size` bytes; returns its bytes on
+    the host's disk. `parent` names what the other blocks are those of. Atomic: on failure nothing is left.
+
+    The last block of an image whose size is no multiple of `block_size` is filled up with zeros. Raises
+    `ValueError` for blocks out of order, out of the image or of another size, and `OSError`."""
+    name = parent.encode()
+    if len(name) > _PARENT or not name:
+        raise ValueError(f"parent {parent!r} is not 1 to {_PARENT} bytes")
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with open(partial, "xb") as file:
+            os.fchmod(file.fileno(), 0o400)
+            index = b"".join(_write_runs(file, _runs(blocks, block_size, size), block_size))
+            footer = _FOOTER.pack(
+                _MAGIC, block_size, len(index) // _ENTRY.size, size, file.tell(), 0, name.ljust(_PARENT, b"\0"), b""
+            )[:-_DIGEST]
+            file.write(index + footer + _digest(index + footer))
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        taken = partial.stat().st_blocks * 512
+        os.link(partial, path)  # unlike a rename, it does not replace
+    finally:
+        partial.unlink(missing_ok=True)
+    if durable:
+        _sync_directory(path.parent)
+    return taken
+
+
+def _runs(blocks: Iterable[Block], block_size: int, size: int) -> Iterator[tuple[int, bytearray]]:
+    """Neighbouring blocks together, up to the bytes of a run; those that are zero apart from those that are not."""
+    zero = bytes(block_size)
+    first, kind, pending, last = 0, False, bytearray(), -1
+    for number, data in blocks:
+        if len(data) != block_size or number <= last or number * block_size >= size:
+            raise ValueError(f"block {number} of {len(data)} bytes behind block {last}, in an image of {size} bytes")
+        is_zero = data == zero
+        if pending and (number != last + 1 or is_zero != kind or len(pending) >= _RUN_BYTES):
+            yield first, pending
+            pending = bytearray()
+        if not pending:
+            first, kind = number, is_zero
+        pending += data
+        last = number
+    if pending:
+        yield first, pending
+
+
+def _write_runs(file: IO[bytes], runs: Iterable[tuple[int, bytearray]], block_size: int) -> Iterator[bytes]:
+    """Write the data, and return the entries of the index."""
+    for first, data in runs:
+        is_zero = not any(data)
+        offset, digest = 0, _NO_DIGEST
+        if not is_zero:
+            offset, digest = file.tell(), _digest(data)
+            file.write(data)
+            file.write(bytes(-len(data) % _ALIGN))
+        yield _ENTRY.pack(first, len(data) // block_size, is_zero, offset, digest)
+
+
+def _read_index(file: FileIO, path: Path) -> tuple[int, int, str, Sequence[Run], bytes]:
+    end = os.fstat(file.fileno()).st_size
+    footer = os.pread(file.fileno(), _FOOTER.size, max(0, end - _FOOTER.size))
+    if len(footer) != _FOOTER.size or not footer.startswith(_MAGIC):
+        raise DeltaDamaged(f"{path} is not a whole delta")
+    _, block_size, count, size, at, _, parent, digest = _FOOTER.unpack(footer)
+    if at + count * _ENTRY.size + _FOOTER.size != end:
+        raise DeltaDamaged(f"{path} is cut, or has more than was written")
+    index = os.pread(file.fileno(), count * _ENTRY.size, at)
+    if _digest(index + footer[:-_DIGEST]) != digest:
+        raise DeltaDamaged(f"{path}: its index is not what was written")
+    runs = [
+        Run(first, blocks, None if zero else offset, digest)
+        for first, blocks, zero, offset, digest in _ENTRY.iter_unpack(index)
+    ]
+    return block_size, size, parent.rstrip(b"\0").decode(), runs, digest
+
+
+def _digest(data: bytes | bytearray) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

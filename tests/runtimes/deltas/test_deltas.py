@@ -1,0 +1,155 @@
+"""Deltas: whatever was written comes back, and what was changed since is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import composite
+
+from sandyard.runtimes.deltas import Chain, Delta, DeltaDamaged, differing, materialise, merged, write_delta
+
+BLOCK = 4096
+States = list[dict[int, int]]  # for each state after the first: block -> byte that fills it
+
+
+@composite
+def histories(draw: st.DrawFn) -> tuple[int, States]:
+    blocks = draw(st.integers(1, 40))
+    changes = st.dictionaries(st.integers(0, blocks - 1), st.integers(0, 3), max_size=12)
+    return blocks, draw(st.lists(changes, min_size=1, max_size=5))
+
+
+def _fill(path: Path, blocks: int, tail: int = 0) -> bytearray:
+    content = bytearray(blocks * BLOCK - tail)
+    for number in range(0, blocks, 3):
+        content[number * BLOCK : number * BLOCK + 8] = number.to_bytes(8, "little")
+    path.write_bytes(content)
+    return content
+
+
+def _record(folder: Path, states: States, content: bytearray) -> list[Path]:
+    """A delta for each state, by comparing its image with the chain before."""
+    base, deltas = folder / "base", list[Path]()
+    for at, changes in enumerate(states):
+        for number, byte in changes.items():
+            end = min((number + 1) * BLOCK, len(content))
+            content[number * BLOCK : end] = bytes([byte]) * (end - number * BLOCK)
+        image = folder / f"image{at}"
+        image.write_bytes(content)
+        target = folder / f"{at}.delta"
+        with Chain(base, deltas) as chain:
+            blocks = differing(image, chain)
+            write_delta(target, blocks, block_size=BLOCK, size=len(content), parent="base", durable=False)
+        deltas.append(target)
+    return deltas
+
+
+@settings(max_examples=60, deadline=None)
+@given(history=histories(), tail=st.sampled_from([0, 1, 4000]))
+def test_a_chain_is_the_image_it_was_made_from(
+    tmp_path_factory: pytest.TempPathFactory, history: tuple[int, States], tail: int
+) -> None:
+    folder = tmp_path_factory.mktemp("chain")
+    content = _fill(folder / "base", history[0], tail)
+    deltas = _record(folder, history[1], content)
+    materialise(folder / "base", deltas, folder / "whole")
+    assert (folder / "whole").read_bytes() == content
+    with Chain(folder / "base", deltas) as chain:
+        for offset, length in ((0, len(content)), (len(content) // 3, len(content) // 2), (len(content) - 1, 1)):
+            target = bytearray(length)
+            chain.read(offset, memoryview(target))
+            assert target == content[offset : offset + length]
+    opened = [Delta(path) for path in deltas]
+    one = folder / "one.delta"
+    write_delta(one, merged(opened), block_size=BLOCK, size=len(content), parent="base", durable=False)
+    for delta in opened:
+        delta.close()
+    materialise(folder / "base", [one], folder / "again")
+    assert (folder / "again").read_bytes() == content
+
+
+def test_a_change_costs_what_it_changed(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    content = bytearray(rng.randbytes(32 << 20))
+    (tmp_path / "base").write_bytes(content)
+    content[5 << 20 : 6 << 20] = rng.randbytes(1 << 20)
+    (tmp_path / "image").write_bytes(content)
+    with Chain(tmp_path / "base", []) as chain:
+        taken = write_delta(
+            tmp_path / "d",
+            differing(tmp_path / "image", chain),
+            block_size=BLOCK,
+            size=len(content),
+            parent="base",
+            durable=True,
+        )
+    assert 1 << 20 <= taken < (1 << 20) + (64 << 10)
+
+
+def test_holes_are_not_read_and_freed_blocks_are_zero(tmp_path: Path) -> None:
+    size = 8 << 30  # reading that much would run into the test's time limit
+    for name in ("base", "image"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size)
+    with open(tmp_path / "base", "r+b") as file:
+        os.pwrite(file.fileno(), b"x" * BLOCK, 5 << 30)
+    with Chain(tmp_path / "base", []) as chain:
+        assert [(n, bytes(b)) for n, b in differing(tmp_path / "image", chain)] == [((5 << 30) // BLOCK, bytes(BLOCK))]
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    path = tmp_path / "d"
+    blocks = [(1, b"a" * BLOCK), (2, b"b" * BLOCK), (7, bytes(BLOCK))]
+    write_delta(path, blocks, block_size=BLOCK, size=10 * BLOCK, parent="base", durable=False)
+    path.chmod(0o600)
+    return path
+
+
+def test_every_flipped_bit_is_found(whole: Path) -> None:
+    content = whole.read_bytes()
+    for at in range(0, len(content), 37):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << (at % 8)
+        whole.write_bytes(damaged)
+        with pytest.raises(DeltaDamaged), Delta(whole) as delta:
+            delta.verify()
+    whole.write_bytes(content)
+    with Delta(whole) as delta:
+        delta.verify()
+        assert (delta.parent, delta.data_bytes) == ("base", 2 * BLOCK)
+
+
+@pytest.mark.parametrize("length", [0, 1, 159, 160, 161, 4096, 8192, -1])
+def test_a_cut_file_is_refused(whole: Path, length: int) -> None:
+    whole.write_bytes(whole.read_bytes()[:length])
+    with pytest.raises(DeltaDamaged, match="d "):
+        Delta(whole)
+
+
+def test_a_delta_of_another_image_is_refused(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").write_bytes(bytes(9 * BLOCK))
+    with pytest.raises(DeltaDamaged, match="not of this image"):
+        Chain(tmp_path / "base", [whole])
+
+
+@pytest.mark.parametrize(
+    "blocks", [[(1, b"x" * BLOCK), (1, b"y" * BLOCK)], [(10, b"x" * BLOCK)], [(0, b"short")]], ids=str
+)
+def test_blocks_that_do_not_fit_leave_nothing(tmp_path: Path, blocks: list[tuple[int, bytes]]) -> None:
+    with pytest.raises(ValueError, match="block"):
+        write_delta(tmp_path / "d", blocks, block_size=BLOCK, size=10 * BLOCK, parent="base", durable=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_exists_is_not_replaced(whole: Path) -> None:
+    before = whole.read_bytes()
+    with pytest.raises(FileExistsError):
+        write_delta(whole, [], block_size=BLOCK, size=BLOCK, parent="base", durable=False)
+    assert whole.read_bytes() == before
+    assert [path.name for path in whole.parent.iterdir()] == ["d"]
