@@ -1,7 +1,7 @@
 """Back ends of the code recipe, by name: `CODE_RL_BACKEND` chooses one.
 
-A back end is one module here with `NAME`, `SYSTEM_PROMPT`, `TOOL_SCHEMA`, `make_env()` and
-`describe()`. The prompt says what is true of the back end; a test holds each to its word.
+A back end is one module here with `NAME`, `SYSTEM_PROMPT`, `TOOL_SCHEMA`, `SEMANTICS`,
+`make_env()` and `describe()`. The prompt says what is true of the back end; a test holds each to its word.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Protocol, cast
 
-from sandyard.envs.backends import interpreter, memory, sandbox
+from sandyard.envs.backends import interpreter, memory, process, sandbox
+from sandyard.envs.backends.semantics import Semantics
 from sandyard.envs.base import ToolSpec
 from sandyard.envs.toolenv import ToolEnv
 from sandyard.errors import ConfigError
@@ -25,12 +26,13 @@ class Backend(Protocol):
     NAME: str
     SYSTEM_PROMPT: str
     TOOL_SCHEMA: Sequence[ToolSpec]
+    SEMANTICS: Semantics
     make_env: Callable[..., ToolEnv]
     system_prompt: Callable[..., str]
     describe: Callable[[], str]
 
 
-_MODULES: tuple[ModuleType, ...] = (sandbox, memory, interpreter)
+_MODULES: tuple[ModuleType, ...] = (sandbox, process, interpreter, memory)
 
 
 def known_backends() -> list[str]:

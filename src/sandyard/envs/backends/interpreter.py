@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sandyard.envs.backends.semantics import Semantics
 from sandyard.envs.code import TOOL_SCHEMA as TOOL_SCHEMA
 from sandyard.envs.interpreter.env import InterpreterCodeEnv
 
@@ -17,6 +18,14 @@ A run is stopped after {run_timeout:g} seconds, and then all variables are gone.
 submit_solution(code) submits the final program and ends the episode. \
 It is judged by hidden tests that call the functions it defines.
 You have {max_turns} turns."""
+SEMANTICS = Semantics(
+    language="AST interpreter; what differs from CPython is refused",
+    state="kept through the episode",
+    files="none",
+    modules="a list, of the standard library",
+    network="none",
+    isolation="none: only what it accepts",
+)
 
 
 def system_prompt(*, max_turns: int, run_timeout: float = 10.0) -> str:
@@ -31,4 +40,4 @@ def make_env(*, run_timeout: float = 10.0, **options: Any) -> InterpreterCodeEnv
 
 
 def describe() -> str:
-    return "interpreter: runs keep their names; what differs from CPython is refused; not isolated; needs smolagents"
+    return f"{NAME}: {SEMANTICS}; needs smolagents"

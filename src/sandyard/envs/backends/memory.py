@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sandyard.envs.backends.semantics import Semantics
 from sandyard.envs.code import TOOL_SCHEMA as TOOL_SCHEMA
 from sandyard.envs.memory import MemoryCodeEnv
 
@@ -16,6 +17,14 @@ There is no standard input, and a run is stopped after {run_timeout:g} seconds.
 submit_solution(code) submits the final program and ends the episode. \
 It is judged by hidden tests that call the functions it defines.
 You have {max_turns} turns."""
+SEMANTICS = Semantics(
+    language="CPython",
+    state="fresh process",
+    files="kept through the episode",
+    modules="those of this machine",
+    network="that of this machine",
+    isolation="none: for tests",
+)
 
 
 def system_prompt(*, max_turns: int, run_timeout: float = 10.0) -> str:
@@ -31,4 +40,4 @@ def make_env(*, run_timeout: float = 10.0, **options: Any) -> MemoryCodeEnv:
 
 
 def describe() -> str:
-    return "memory: runs are processes of this machine, not isolated, for tests"
+    return f"{NAME}: {SEMANTICS}"

@@ -44,43 +44,56 @@ _exit_code = os.waitstatus_to_exitcode
 _print_exception, _compile, _exec = traceback.print_exception, compile, exec
 
 
-class Driver:
-    """Serves the requests that come over `link` until it ends."""
+class Wire:
+    """One end of a link, with what is called on it bound early."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._link = link
-        self._receive, self._receive_all, self._send = link.recvmsg, link.recv, link.sendall
+        self.receive, self._receive, self.send = link.recvmsg, link.recv, link.sendall
+
+    def exactly(self, length: int) -> bytes:
+        """That many bytes; this process ends where the link does."""
+        data = bytearray()
+        while len(data) < length:
+            chunk = self._receive(min(length - len(data), 1 << 20))
+            if not chunk:
+                _exit(0)
+            data += chunk
+        return bytes(data)
+
+
+class Driver:
+    """Holds the names of a session and answers requests."""
+
+    def __init__(self) -> None:
         self._main = fresh_main()
         self._running = False
         self._child = 0
         self._step = 0
         self._pid = _getpid()
-        # A process that foreign code forks holds no link: only the session answers.
-        os.register_at_fork(after_in_child=link.close)
-
-    def serve(self) -> NoReturn:
         signal.signal(signal.SIGINT, self._interrupt)
         fresh_streams()
         sys.setrecursionlimit(sys.getrecursionlimit() + _depth() + 4)
         gc.enable()
-        self._send(ANSWER.pack(READY, 0, 0))
-        while True:
-            self._answer_one()
 
-    def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
-        if self._child:
-            _kill(-1, signal.SIGKILL)
-        elif self._running:
-            raise KeyboardInterrupt
+    def serve(self, link: socket.socket) -> NoReturn:
+        """Answer what comes over `link`, until it ends."""
+        # A process that foreign code forks holds no link: only the session answers.
+        os.register_at_fork(after_in_child=link.close)
+        wire = Wire(link)
+        wire.send(ANSWER.pack(READY, 0, 0))
+        while self.answer(wire):
+            pass
+        _exit(0)
 
-    def _answer_one(self) -> None:
-        header, ancillary, _, _ = self._receive(REQUEST.size, socket.CMSG_SPACE(8), _CLOEXEC_RECEIVED)
+    def answer(self, wire: Wire) -> bool:
+        """Answer one request; False when there is none any more."""
+        header, ancillary, _, _ = wire.receive(REQUEST.size, socket.CMSG_SPACE(8), _CLOEXEC_RECEIVED)
         if not header:
-            _exit(0)
-        number, flags, length = REQUEST.unpack(header + self._exactly(REQUEST.size - len(header)))
+            return False
+        number, flags, length = REQUEST.unpack(header + wire.exactly(REQUEST.size - len(header)))
         (_, _, received) = ancillary[0]
         stdout, stderr = struct.unpack("@ii", received)
-        source = self._exactly(length).decode("utf-8", "surrogatepass")
+        source = wire.exactly(length).decode("utf-8", "surrogatepass")
         self._step += 1
         _dup2(stdout, 1)
         _dup2(stderr, 2)
@@ -93,7 +106,14 @@ class Driver:
             _dup2(quiet, 1)
             _dup2(quiet, 2)
             _close(quiet)
-        self._send(ANSWER.pack(ENDED, number, code))
+        wire.send(ANSWER.pack(ENDED, number, code))
+        return True
+
+    def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
+        if self._child:
+            _kill(-1, signal.SIGKILL)
+        elif self._running:
+            raise KeyboardInterrupt
 
     def _run(self, source: str) -> int:
         """Run one program among the names of the earlier ones; returns what would be its exit code."""
@@ -126,15 +146,6 @@ class Driver:
         except ProcessLookupError:
             pass
         return code
-
-    def _exactly(self, length: int) -> bytes:
-        data = bytearray()
-        while len(data) < length:
-            chunk = self._receive_all(min(length - len(data), 1 << 20))
-            if not chunk:
-                _exit(0)
-            data += chunk
-        return bytes(data)
 
 
 def run_program(source: str, filename: str, namespace: dict[str, Any]) -> int:

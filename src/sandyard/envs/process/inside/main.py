@@ -280,7 +280,7 @@ def _session(bounds: Confinement, descriptor: int, groups: tuple[int, ...]) -> N
         text = str(error).encode()
         link.sendall(ANSWER.pack(FAILED, 0, len(text)) + text)
         os._exit(70)
-    Driver(link).serve()
+    Driver().serve(link)
 
 
 def _job(bounds: Confinement, descriptors: list[int], groups: tuple[int, ...]) -> NoReturn:

@@ -1,0 +1,33 @@
+"""`sandyard envs describe`: what is true of a program on each back end."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import typer
+from rich.table import Table
+
+from sandyard.cli.console import stdout
+
+
+def register(app: typer.Typer) -> None:
+    noun = typer.Typer(help="The back ends that run a policy's programs.", no_args_is_help=True)
+
+    @noun.callback()
+    def envs() -> None:
+        """The back ends that run a policy's programs."""
+
+    noun.command()(describe)
+    app.add_typer(noun, name="envs")
+
+
+def describe() -> None:
+    """In what the back ends of the code recipe differ; `CODE_RL_BACKEND` chooses one."""
+    from sandyard.envs.backends import known_backends, load_backend
+    from sandyard.envs.backends.semantics import Semantics
+
+    backends = [load_backend(name) for name in known_backends()]
+    table = Table("", *(backend.NAME for backend in backends), box=None, header_style="bold", pad_edge=False)
+    for field in fields(Semantics):
+        table.add_row(field.name, *(getattr(backend.SEMANTICS, field.name) for backend in backends))
+    stdout.print(table)
