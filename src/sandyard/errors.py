@@ -42,6 +42,7 @@ Every message names what failed, where, and (where there is one) the remedy, in 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 
 class Boundary(StrEnum):
@@ -75,6 +76,14 @@ class SandyardError(Exception):
         super().__init__(f"{message}; {remedy}" if remedy else message)
         self.message = message
         self.remedy = remedy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Whole after a trip to another process, whatever a subclass's own arguments are."""
+        return _restore, (type(self), self.args), self.__dict__
+
+
+def _restore(kind: type[SandyardError], args: tuple[Any, ...]) -> SandyardError:
+    return kind.__new__(kind, *args)
 
 
 class ClientError(SandyardError):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from sandyard.tasks.base import Task
 
@@ -76,7 +76,12 @@ class Env(ABC):
 
     `reset` and `step` raise only infrastructure errors (`SandboxError`, `CapacityError`) and
     programming errors; everything the policy does wrong is a StepResult.
+
+    `lives_elsewhere` says where, if the episode's state is not in this process and its children: such
+    an env gains nothing in a pool, and is refused there.
     """
+
+    lives_elsewhere: ClassVar[str] = ""
 
     @abstractmethod
     async def reset(self, task: Task | None = None) -> StepResult: ...
@@ -87,6 +92,10 @@ class Env(ABC):
 
     @abstractmethod
     def tools(self) -> Sequence[ToolSpec]: ...
+
+    def time_limits(self) -> Mapping[str, float]:
+        """Seconds after which tools end by themselves, by name; those without a limit are left out."""
+        return {}
 
     @abstractmethod
     async def execute(self, code: str, *, timeout: float | None = None) -> Execution:

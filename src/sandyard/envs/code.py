@@ -34,6 +34,6 @@ def add_code_tools(env: EnvT, *, run_timeout: float = 10.0) -> EnvT:
     def submit_solution(env: ToolEnv, arguments: Mapping[str, Any]) -> StepResult:
         return env.submit(arguments["code"])
 
-    env.register_tool(RUN_PYTHON, run_python)
+    env.register_tool(RUN_PYTHON, run_python, own_limit=run_timeout)
     env.register_tool(SUBMIT_SOLUTION, submit_solution)
     return env

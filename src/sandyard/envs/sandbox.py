@@ -63,6 +63,8 @@ class SandboxEnv(ToolEnv):
     Raises `ConfigError` at once when no server is set.
     """
 
+    lives_elsewhere = "in a sandbox of the server"
+
     def __init__(
         self,
         template: str = "base",
@@ -90,8 +92,8 @@ class SandboxEnv(ToolEnv):
         self._lease = lease
         self._remote: RemoteSandbox | None = None
         if include_default_tools:
-            self.register_tool(RUN_COMMAND, _run_command)
-            self.register_tool(READ_FILE, _read_file)
+            self.register_tool(RUN_COMMAND, _run_command, own_limit=command_timeout)
+            self.register_tool(READ_FILE, _read_file, own_limit=command_timeout)
             self.register_tool(WRITE_FILE, _write_file)
 
     @property
@@ -111,7 +113,7 @@ class SandboxEnv(ToolEnv):
         async def run(env: SandboxEnv, arguments: Mapping[str, Any]) -> StepResult:
             return env.render(await env.run(template.fill(arguments), timeout=timeout))
 
-        self.register_tool(schema, run)
+        self.register_tool(schema, run, own_limit=timeout or self.command_timeout)
 
     async def run(self, command: str, *, timeout: float | None = None) -> Execution:
         """Run a shell command, raw. Raises `SandboxError`; `GuestError` if it could not start."""

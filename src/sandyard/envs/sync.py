@@ -1,45 +1,47 @@
 """A synchronous face of an env, for code that expects `reset / step / tools / evaluate / close`.
 
-The one core is async; here every call is run on a loop in a thread of its own.
+The one core is async; here every call is run on a loop in another thread.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 from sandyard.envs.base import Env, Execution, StepResult
+from sandyard.envs.ledger import Ledger
+from sandyard.envs.loop import LoopThread
 from sandyard.errors import Conflict
 from sandyard.tasks.base import Task
 
 T = TypeVar("T")
 Scorer = Callable[[Task, str | None], Coroutine[Any, Any, float]]
-_JOIN_TIMEOUT = 30.0
 
 
 class SyncEnv:
-    """Wraps `env`. Calls come from any thread but not from a coroutine of the caller's own loop.
+    """Wraps `env`. Calls come from any thread but not from a coroutine on `loop`, which many may share;
+    without one it has its own.
 
     `evaluate` needs a `score(task, submission)`, such as `functools.partial(verify.shaping.score,
-    verifier)`. `close` ends the thread; nothing can be done afterwards.
+    verifier)`. `ledger` is the account of the episode since the last reset. After `close` nothing can be done.
     """
 
-    def __init__(self, env: Env, score: Scorer | None = None) -> None:
+    def __init__(self, env: Env, score: Scorer | None = None, *, loop: LoopThread | None = None) -> None:
         self.env = env
+        self.ledger = Ledger()
         self._score = score
         self._task: Task | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="sandyard-sync-env", daemon=True)
-        self._thread.start()
+        self._loop = loop or LoopThread("sandyard-sync-env")
+        self._own_loop = loop is None
+        self._closed = False
 
     def reset(self, task: Task | None = None) -> StepResult:
         self._task = task
-        return self._run(self.env.reset(task))
+        self.ledger.begin()
+        return self.ledger.record(self._run(self.env.reset(task)))
 
     def step(self, tool_name: str, arguments: Mapping[str, Any]) -> StepResult:
-        return self._run(self.env.step(tool_name, arguments))
+        return self.ledger.record(self._run(self.env.step(tool_name, arguments)))
 
     def tools(self) -> list[dict[str, Any]]:
         """The `tools=` argument of a chat template."""
@@ -61,14 +63,13 @@ class SyncEnv:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._loop.is_closed():
+        if self._closed:
             return
         try:
             self._run(self.env.close())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_JOIN_TIMEOUT)
-            if not self._thread.is_alive():
+            self._closed = True
+            if self._own_loop:
                 self._loop.close()
 
     def __enter__(self) -> Self:
@@ -78,7 +79,7 @@ class SyncEnv:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
+        if self._closed:
             work.close()
             raise Conflict("the env is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return self._loop.run(work)

@@ -29,16 +29,24 @@ class ToolEnv(Env):
         self._lock = asyncio.Lock()
 
     def register_tool(
-        self, schema: ToolSpec | Mapping[str, Any], handler: EnvToolHandler, *, timeout: float | None = None
+        self,
+        schema: ToolSpec | Mapping[str, Any],
+        handler: EnvToolHandler,
+        *,
+        timeout: float | None = None,
+        own_limit: float | None = None,
     ) -> None:
         """Give the policy a tool; one of the same name is replaced.
 
-        `handler(env, arguments)`, sync or async, returns the observation or a whole `StepResult`.
-        Raises `BadRequest` when the schema is wrong.
+        `handler(env, arguments)`, sync or async, returns the observation or a whole `StepResult`. For
+        `timeout` and `own_limit` (seconds) see `EnvTool`. Raises `BadRequest` when the schema is wrong.
         """
         spec = parse_spec(schema)
-        tool = EnvTool(spec, lambda arguments: handler(self, arguments), timeout, self.observation_limit)
+        tool = EnvTool(spec, lambda arguments: handler(self, arguments), timeout, self.observation_limit, own_limit)
         self.manager.register(tool)
+
+    def time_limits(self) -> Mapping[str, float]:
+        return self.manager.time_limits()
 
     def tools(self) -> Sequence[ToolSpec]:
         return self.manager.specs()
@@ -58,6 +66,7 @@ class ToolEnv(Env):
                 await self._release()
             self._open, self._over = False, False
             self._submission, self.task = None, task
+            self.manager.begin()
             await self._acquire(task)
             self._open = True
         return StepResult(observation=task.prompt if task else "")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from jsonschema.protocols import Validator
 
 from sandyard.envs.base import Env, StepResult, StepStatus, ToolSpec
+from sandyard.envs.ledger import Ledger
 from sandyard.envs.observation import DEFAULT_LIMIT, cut_text
 from sandyard.envs.schema import compile_schema, explain_mismatch
 from sandyard.errors import BadRequest
@@ -55,26 +57,56 @@ class EnvTool:
     """A tool: what the policy sees of it and what it does.
 
     `handler(arguments)` returns the observation, or a whole `StepResult`; it may be async. After
-    `timeout` seconds an async handler is cancelled and the answer is TIMEOUT.
+    `timeout` seconds an async handler is cancelled and the answer is TIMEOUT. `own_limit` is the time in
+    which the handler ends by itself, for those who check the chain of deadlines. `ledger` is the episode's
+    account, the same for all tools of an env.
     """
 
     spec: ToolSpec
     handler: ToolHandler
     timeout: float | None = None
     observation_limit: int = DEFAULT_LIMIT
+    own_limit: float | None = None
+    ledger: Ledger = field(default_factory=Ledger)
     _validator: Validator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for limit in (self.timeout, self.own_limit):
+            if limit is not None and not 0 < limit < math.inf:
+                raise BadRequest(f"tool {self.spec.name}: a timeout of {limit} s", field="timeout")
         self._validator = compile_schema(self.spec.name, self.spec.parameters)
 
     @classmethod
     def from_env(cls, env: Env) -> list[EnvTool]:
-        """One tool for each of the env's, each doing `env.step`."""
+        """One tool for each of the env's, each doing `env.step`, for one episode: they share one account."""
+        limits, ledger = env.time_limits(), Ledger()
 
         def stepper(name: str) -> ToolHandler:
             return lambda arguments: env.step(name, arguments)
 
-        return [cls(spec, stepper(spec.name)) for spec in env.tools()]
+        return [cls(spec, stepper(spec.name), own_limit=limits.get(spec.name), ledger=ledger) for spec in env.tools()]
+
+    @property
+    def time_limit(self) -> float | None:
+        """Seconds after which a call is over, if anything sees to it."""
+        return min((limit for limit in (self.timeout, self.own_limit) if limit is not None), default=None)
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """The last answer in the episode, whichever of its tools gave it."""
+        return self.ledger.last
+
+    @property
+    def done(self) -> bool:
+        return self.ledger.done
+
+    @property
+    def episode_reward(self) -> float | None:
+        """The sum of the episode's rewards, None while none was due."""
+        return self.ledger.reward
+
+    def tool_info(self) -> dict[str, Any]:
+        return self.spec.to_openai()
 
     async def call(self, arguments: Mapping[str, Any]) -> StepResult:
         mismatch = explain_mismatch(self._validator, arguments)
@@ -88,25 +120,25 @@ class EnvTool:
             if not deadline.expired():
                 raise
             text = f"{self.spec.name} was stopped: it ran longer than {self.timeout:g} s"
-            return StepResult(observation=text, status=StepStatus.TIMEOUT)
+            return self.ledger.record(StepResult(observation=text, status=StepStatus.TIMEOUT))
         result = answer if isinstance(answer, StepResult) else StepResult(observation=answer)
-        return replace(result, observation=cut_text(result.observation, self.observation_limit))
+        return self.ledger.record(replace(result, observation=cut_text(result.observation, self.observation_limit)))
 
 
 class ToolManager:
     """The tools of one trajectory by name; a name registered again replaces the tool before it."""
 
-    def __init__(self, tools: Sequence[EnvTool] = ()) -> None:
+    def __init__(self, tools: Iterable[EnvTool] | Mapping[str, EnvTool] = ()) -> None:
         self._tools: dict[str, EnvTool] = {}
-        for tool in tools:
+        for tool in tools.values() if isinstance(tools, Mapping) else tools:
             self.register(tool)
 
     def register(self, tool: EnvTool) -> None:
         self._tools[tool.spec.name] = tool
 
-    def unregister(self, name: str) -> None:
-        """Forget a tool; one that is not there is no error."""
-        self._tools.pop(name, None)
+    def unregister(self, name: str) -> EnvTool | None:
+        """Forget a tool and return it; one that is not there is no error."""
+        return self._tools.pop(name, None)
 
     def names(self) -> list[str]:
         return list(self._tools)
@@ -121,10 +153,32 @@ class ToolManager:
         """The `tools=` argument of a chat template."""
         return [spec.to_openai() for spec in self.specs()]
 
+    def time_limits(self) -> dict[str, float]:
+        """Seconds after which calls are over, by tool, where anything sees to it."""
+        return {name: limit for name, tool in self._tools.items() if (limit := tool.time_limit) is not None}
+
+    @property
+    def done(self) -> bool:
+        return any(ledger.done for ledger in self._ledgers())
+
+    @property
+    def episode_reward(self) -> float | None:
+        """The sum of what all tools earned, None while no reward was due."""
+        earned = [ledger.reward for ledger in self._ledgers() if ledger.reward is not None]
+        return sum(earned) if earned else None
+
+    def begin(self) -> None:
+        """The next episode of the same tools."""
+        for ledger in self._ledgers():
+            ledger.begin()
+
+    def _ledgers(self) -> list[Ledger]:
+        return list({id(tool.ledger): tool.ledger for tool in self._tools.values()}.values())
+
     async def __call__(self, call: Mapping[str, Any]) -> StepResult:
         """Do one tool call: `{"name", "arguments"}`, or OpenAI's `{"function": {...}}` around it.
 
-        `arguments` is an object or its JSON text.
+        `arguments` is an object or its JSON text; none at all is an empty object.
         """
         function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -136,6 +190,8 @@ class ToolManager:
         tool = self._tools.get(name)
         if tool is None:
             return invalid_call(self._unknown(name))
+        if arguments is None or (isinstance(arguments, str | bytes) and not arguments.strip()):
+            arguments = {}
         if isinstance(arguments, str | bytes):
             try:
                 arguments = json.loads(arguments)

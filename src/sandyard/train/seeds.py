@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
 
-
-def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from its parts; the same parts give the same seed on every machine."""
-    text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
+from sandyard.envs.seeds import derive_seed as derive_seed
 
 
 def task_order(count: int, seed: int, start: int = 0) -> Iterator[int]:

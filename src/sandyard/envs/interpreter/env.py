@@ -29,7 +29,7 @@ class InterpreterCodeEnv(ToolEnv):
     ) -> None:
         super().__init__(observation_limit=observation_limit)
         self._interpreter = Interpreter(imports=imports, time_limit=run_timeout)
-        self.register_tool(RUN_PYTHON, lambda env, arguments: self._run(arguments))
+        self.register_tool(RUN_PYTHON, lambda env, arguments: self._run(arguments), own_limit=run_timeout)
         self.register_tool(SUBMIT_SOLUTION, lambda env, arguments: self.submit(arguments["code"]))
 
     async def execute(self, code: str, *, timeout: float | None = None) -> Execution:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from sandyard.envs.embedded.blackjack import BlackjackEnv
 from sandyard.envs.embedded.echo import EchoEnv
 from sandyard.envs.embedded.guessing import GuessingEnv
 from sandyard.envs.embedded.maze import MazeEnv
+from sandyard.envs.factory import EnvFactory
 from sandyard.errors import ConfigError
 
 GAMES: dict[str, Callable[[], Env]] = {
@@ -43,11 +43,12 @@ class EnvSpec:
             return load_backend(self.backend).make_env(**options)
         if self.name == "shell":
             return _make_shell(self.backend)
-        factory = GAMES.get(self.name) or _find_class(self.name)
-        env = factory()
-        if not isinstance(env, Env):
-            raise ConfigError(f"env {self.name} is a {type(env).__name__}, not a sandyard.envs.base.Env")
-        return env
+        if self.name in GAMES:
+            return GAMES[self.name]()
+        if ":" not in self.name:
+            known = ", ".join(("code", "shell", *GAMES))
+            raise ConfigError(f"there is no env {self.name!r}; known: {known}, or module:Class")
+        return EnvFactory(self.name).make()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -63,18 +64,3 @@ def _make_shell(backend: str | None) -> Env:
     from sandyard.envs.sandbox import SandboxEnv
 
     return SandboxEnv()
-
-
-def _find_class(name: str) -> Callable[[], Any]:
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        known = ", ".join(("code", "shell", *GAMES))
-        raise ConfigError(f"there is no env {name!r}; known: {known}, or module:Class")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"env {name}: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"env {name} is not a class")
-    made: Callable[[], Any] = found
-    return made

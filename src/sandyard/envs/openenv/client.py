@@ -61,6 +61,8 @@ class OpenEnvClient(Env):
     tool, `step`, whose arguments they are. Rewards are the server's, as they came.
     """
 
+    lives_elsewhere = "in a session of the OpenEnv server"
+
     def __init__(self, base_url: str | None = None, options: ClientOptions | None = None) -> None:
         url = base_url or os.environ.get("OPENENV_BASE_URL")
         if not url:
