@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from sandyard.envs.pool.settings import PoolSettings, read_number, read_switch
 from sandyard.errors import ConfigError
 from sandyard.train.advantages import SCALES
 from sandyard.train.deadlines import Deadlines
@@ -15,7 +16,13 @@ from sandyard.train.losses import LossConfig
 from sandyard.train.rollout import RolloutConfig
 
 # What people set in the environment; flags win over it.
-_VARIABLES = {"MAX_TURNS": "max_turns", "ENV_CONCURRENCY": "env_concurrency"}
+_VARIABLES: dict[str, tuple[str, Callable[[str, str], int]]] = {
+    "MAX_TURNS": ("max_turns", read_number),
+    "ENV_CONCURRENCY": ("env_concurrency", read_number),
+    "ENV_REMOTE": ("env_remote", read_switch),
+    "ENV_NUM_WORKERS": ("env_workers", read_number),
+    "ENV_POOL_SIZE": ("env_pool_size", read_number),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,9 @@ class TrainConfig:
     A step plays `batch_size` tasks `num_generations` times each, then makes `num_epochs` passes over them,
     one optimizer step per `minibatch` rollouts (0: all). `max_tokens` is per turn. `micro_tokens` bounds
     the padded size of one forward pass and has no effect on the result. Raises `ConfigError` naming the
-    field. `env_concurrency` 0 means as many as a step has rollouts, also while evaluating.
+    field. `env_concurrency` 0 means as many as a step has rollouts, also while evaluating. Envs that can be
+    pooled run in `env_pool_size` slots (0: as many as run at once), with `env_remote` over `env_workers`
+    processes of Ray.
     """
 
     model: str = ""
@@ -53,6 +62,9 @@ class TrainConfig:
     keep_checkpoints: int = 2
     seed: int = 0
     env_concurrency: int = 0
+    env_remote: bool = False
+    env_workers: int = 4
+    env_pool_size: int = 0
     observation_limit: int = 4000
     rollout_attempts: int = 2
     max_infra_failure_rate: float = 0.5  # of the last three batches
@@ -76,6 +88,7 @@ class TrainConfig:
         if not 0 <= self.max_infra_failure_rate <= 1:
             raise ConfigError(f"max_infra_failure_rate is {self.max_infra_failure_rate}, must lie in [0, 1]")
         self.loss()
+        self.pool()
         self.rollout()
 
     @property
@@ -93,12 +106,17 @@ class TrainConfig:
             max_completion_length=self.max_tokens * self.max_turns,
         )
 
+    def pool(self) -> PoolSettings:
+        settings = PoolSettings(self.env_pool_size, self.env_workers, self.env_remote, self.seed)
+        return settings.for_trajectories(self.env_concurrency or self.rollouts)
+
     def rollout(self) -> RolloutConfig:
         return RolloutConfig(
             max_turns=self.max_turns,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
-            env_concurrency=self.env_concurrency or self.rollouts,
+            # A rollout that waits for a slot must not wait in its own time.
+            env_concurrency=min(self.env_concurrency or self.rollouts, self.env_pool_size or self.rollouts),
             observation_limit=self.observation_limit,
             attempts=self.rollout_attempts,
             deadlines=self.deadlines,
@@ -111,9 +129,9 @@ class TrainConfig:
         """
         environ = os.environ if environ is None else environ
         changes: dict[str, Any] = {}
-        for variable, name in _VARIABLES.items():
+        for variable, (name, read) in _VARIABLES.items():
             if environ.get(variable):
-                changes[name] = _number(variable, environ[variable])
+                changes[name] = read(variable, environ[variable])
         known = {item.name for item in fields(self)}
         for name, value in (flags or {}).items():
             if name not in known:
@@ -129,10 +147,3 @@ class TrainConfig:
 def _require(name: str, value: int, *, at_least: int) -> None:
     if value < at_least:
         raise ConfigError(f"{name} is {value}, must be at least {at_least}")
-
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ConfigError(f"{name}={text!r} in the environment is not a whole number") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sandyard.errors import ConfigError
@@ -18,7 +19,7 @@ class Deadlines:
     """
 
     exec: float = 10.0
-    step: float = 30.0
+    step: float = 60.0
     rollout: float = 300.0
     batch: float = 900.0
     verify: float = 120.0
@@ -29,4 +30,14 @@ class Deadlines:
             if not 0 < short < long:
                 raise ConfigError(
                     f"deadline {inner} ({short:g} s) must be above 0 and below deadline {outer} ({long:g} s)"
+                )
+
+    def check_tools(self, limits: Mapping[str, float]) -> None:
+        """Raise `ConfigError` naming a tool that may run past `step`: the policy's slowness would be taken for
+        the infrastructure's failure. `limits` are seconds by tool, see `Env.time_limits`."""
+        for name, limit in limits.items():
+            if limit >= self.step:
+                raise ConfigError(
+                    f"tool {name} may run {limit:g} s, which must be below deadline step ({self.step:g} s)",
+                    remedy="lower the tool's timeout or raise the deadline",
                 )

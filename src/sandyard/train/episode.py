@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sandyard.envs.base import Env, StepResult, StepStatus
+from sandyard.envs.ledger import Ledger
 from sandyard.envs.observation import cut_text
 from sandyard.errors import TaskError
 from sandyard.tasks.base import Task
@@ -65,6 +66,7 @@ class Episode:
     observation_limit: int
     deadlines: Deadlines
     observed: bool = False
+    ledger: Ledger = field(default_factory=Ledger)
 
     async def play(self) -> None:
         """Fill the trajectory up to its end reason. Raises what the env raises, `EnvFailed`,
@@ -76,6 +78,7 @@ class Episode:
         record.timings.create = time.perf_counter() - started
         if first.status is StepStatus.INFRA_ERROR:
             raise EnvFailed(f"reset: {first.observation}")
+        self.ledger.record(first)
         tools = [tool.to_openai() for tool in self.env.tools()]
         record.prompt_ids = self.policy.render_prompt(self.build_messages(self.task, first.observation), tools)
         if len(record.prompt_ids) >= self.policy.max_length:
@@ -85,7 +88,7 @@ class Episode:
             )
         while record.end_reason is None:
             await self._turn()
-        record.submission = self.env.submission
+        record.submission, record.earned = self.env.submission, self.ledger.reward
 
     async def _turn(self) -> None:
         record = self.trajectory
@@ -147,6 +150,7 @@ class Episode:
         self.trajectory.timings.env += seconds
         if result.status is StepStatus.INFRA_ERROR:
             raise EnvFailed(f"{name}: {result.observation}")
+        self.ledger.record(result)
         self.trajectory.calls.append(Call(name, result.status, seconds))
         return result
 

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from sandyard.envs.base import Env
+from sandyard.envs.seeds import with_seed
 from sandyard.errors import BadRequest, CapacityError, ConfigError, TaskError
 from sandyard.tasks.base import Task
 from sandyard.train.deadlines import Deadlines
@@ -58,6 +59,7 @@ class RolloutConfig:
 class RolloutEngine:
     """Plays tasks with `policy` in envs from `make_env`, scores with `verifier` and `reward`.
 
+    Without a verifier the reward is what the env gave in the episode, 0 where it gave none.
     `on_trajectory` is called with every trajectory as it becomes complete.
     """
 
@@ -65,7 +67,7 @@ class RolloutEngine:
         self,
         policy: Policy,
         make_env: Callable[[], Env],
-        verifier: Verifier,
+        verifier: Verifier | None,
         build_messages: BuildMessages,
         config: RolloutConfig,
         *,
@@ -84,16 +86,18 @@ class RolloutEngine:
         self, tasks: Sequence[Task], num_generations: int = 1, *, seed: int = 0, temperature: float | None = None
     ) -> list[Trajectory]:
         """Play every task `num_generations` times. The answer is in order, the rollouts of a task
-        contiguous, every trajectory either scored or masked with its reason. Raises what is neither the
-        policy's doing nor the infrastructure's."""
+        contiguous, every trajectory either scored or masked with its reason. A task without a seed of its own
+        gets one for its env, the same for all of its rollouts. Raises what is neither the policy's doing nor
+        the infrastructure's."""
         temperature = self.config.temperature if temperature is None else temperature
         params = SamplingParams(self.config.max_tokens, temperature)
         gate = asyncio.Semaphore(self.config.env_concurrency or max(1, len(tasks) * num_generations))
         jobs: list[tuple[Trajectory, asyncio.Task[None]]] = []
         for group, task in enumerate(tasks):
+            seeded = with_seed(task, "env", seed, group)
             for sample in range(num_generations):
                 trajectory = Trajectory(task.task_id, task.family, group, sample, derive_seed(seed, group, sample))
-                job = asyncio.create_task(self._run_one(task, trajectory, params, gate))
+                job = asyncio.create_task(self._run_one(seeded, trajectory, params, gate))
                 jobs.append((trajectory, job))
         await self._gather(jobs)
         return [trajectory for trajectory, _ in jobs]
@@ -139,6 +143,7 @@ class RolloutEngine:
         tried, refused = 0, 0
         while True:
             async with _closing(self._make_env()) as env:
+                self.config.deadlines.check_tools(env.time_limits())
                 episode = Episode(
                     policy=self.policy,
                     env=env,
@@ -172,6 +177,9 @@ class RolloutEngine:
 
     async def _verify(self, task: Task, trajectory: Trajectory) -> None:
         """Score, with one more try on a fresh sandbox: the verifier's own failure says nothing."""
+        if self._verifier is None:
+            trajectory.reward = trajectory.earned or 0.0
+            return
         started = time.perf_counter()
         tried, refused = 0, 0
         while True:
@@ -244,6 +252,6 @@ def _start_again(trajectory: Trajectory) -> None:
     trajectory.prompt_ids, trajectory.token_ids = [], []
     trajectory.mask, trajectory.logprobs = [], []
     trajectory.turns, trajectory.end_reason, trajectory.truncated = 0, None, False
-    trajectory.calls, trajectory.submission = [], None
+    trajectory.calls, trajectory.submission, trajectory.earned = [], None, None
     trajectory.timings = Timings()
     trajectory.attempts += 1

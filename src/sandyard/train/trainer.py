@@ -50,7 +50,7 @@ class TrainEvent:
 
 
 class GRPOTrainer:
-    """Trains `policy` on `tasks`, played in envs from `make_env` and scored by `verifier`.
+    """Trains `policy` on `tasks`, played in envs from `make_env` and scored by `verifier` (None: by the envs).
 
     `build_messages` makes a task's conversation (`episode.system_and_user`). `run_dir` receives
     `config.json`, `metrics.jsonl`, `trajectories.jsonl` and `checkpoints/`. `capacity` tells how many
@@ -63,7 +63,7 @@ class GRPOTrainer:
         policy: Policy,
         tasks: Sequence[Task],
         make_env: Callable[[], Env],
-        verifier: Verifier,
+        verifier: Verifier | None,
         config: TrainConfig,
         *,
         build_messages: BuildMessages,

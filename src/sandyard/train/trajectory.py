@@ -48,9 +48,10 @@ class Trajectory:
     `logprobs` is aligned with them (0.0 where observed).
 
     `reward` is None if and only if `masked` names why the rollout is not scored ("sandbox:oom",
-    "capacity", "verifier", "deadline:step", ...); `detail` then holds the error's text. `failures` are the
-    reasons of tries that were given up before. `group` is the
-    index of the rollout's group in its batch, `sample` its index in the group.
+    "capacity", "verifier", "deadline:step", ...); `detail` then holds the error's text. `earned` is the sum
+    of the rewards that the env itself gave, None if it gave none. `failures` are the reasons of tries that
+    were given up before. `group` is the index of the rollout's group in its batch, `sample` its index in the
+    group.
     """
 
     task_id: str
@@ -67,6 +68,7 @@ class Trajectory:
     truncated: bool = False
     calls: list[Call] = field(default_factory=list)
     submission: str | None = None
+    earned: float | None = None
     verdict: Verdict | None = None
     reward: float | None = None
     parts: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Many episodes of one env over few worker processes, or in this one: see `sandyard.envs.pool.pool`."""
