@@ -36,7 +36,11 @@ async def open_yard(config: RecipeConfig, train: TrainConfig, server: Connection
     backend = load_backend()
     seconds = train.deadlines.exec
     if backend.NAME != "sandbox":
-        yield Yard(backend, lambda: backend.make_env(run_timeout=seconds), local_verifier(), None)
+        verifier = _local_verifier(backend.NAME)
+        try:
+            yield Yard(backend, lambda: backend.make_env(run_timeout=seconds), verifier, None)
+        finally:
+            await verifier.close()
         return
     lifetime = train.deadlines.rollout + train.deadlines.step
     warm = {TEMPLATE: min(config.warm_sandboxes, train.rollouts)} if config.warm_sandboxes else {}
@@ -47,3 +51,16 @@ async def open_yard(config: RecipeConfig, train: TrainConfig, server: Connection
             CodeVerifier(SandboxLauncher(server, template=TEMPLATE, lease=lease)),
             (await lease.capacity()).max_sandboxes,
         )
+
+
+def _local_verifier(backend: str) -> Verifier:
+    """The one that executes solutions as the policy's programs were executed."""
+    if backend == "process":
+        from sandyard.verify.process import ProcessVerifier
+
+        return ProcessVerifier()
+    if backend == "interpreter":
+        from sandyard.verify.interpreter import InterpreterVerifier
+
+        return InterpreterVerifier()
+    return local_verifier()

@@ -95,7 +95,7 @@ def test_the_back_end_is_chosen_by_name() -> None:
     assert load_backend("memory").NAME == memory.NAME
     assert load_backend(environ={"CODE_RL_BACKEND": "memory"}).NAME == memory.NAME
     assert load_backend(environ={}).NAME == sandbox.NAME
-    with pytest.raises(ConfigError, match=r"'sandbx' \(from CODE_RL_BACKEND\); known: sandbox, memory"):
+    with pytest.raises(ConfigError, match=r"'sandbx' \(from CODE_RL_BACKEND\); known: sandbox, process"):
         load_backend(environ={"CODE_RL_BACKEND": "sandbx"})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from sandyard.cli.console import stdout
 
@@ -27,7 +27,8 @@ def describe() -> None:
     from sandyard.envs.backends.semantics import Semantics
 
     backends = [load_backend(name) for name in known_backends()]
-    table = Table("", *(backend.NAME for backend in backends), box=None, header_style="bold", pad_edge=False)
+    columns = [Column(backend.NAME, overflow="fold") for backend in backends]
+    table = Table("", *columns, box=None, header_style="bold", pad_edge=False)
     for field in fields(Semantics):
         table.add_row(field.name, *(getattr(backend.SEMANTICS, field.name) for backend in backends))
     stdout.print(table)

@@ -173,7 +173,6 @@ def _setup(
         "seccomp": seccomp.program().hex(),
         "cgroups": [str(directory) for directory in groups.directories],
         "group_limits": group_limits(limits),
-        "rootless": os.geteuid() != 0,
     }
     if len(json.dumps(setup)) > MAX_MESSAGE:
         raise HostError("back end process: the root has too many parts", remedy="name fewer packages")

@@ -79,7 +79,14 @@ def make_plan(scratch: str, packages: Sequence[str]) -> tuple[Plan, list[str]]:
     hidden = [
         path for name in ("site-packages", "dist-packages") if os.path.isdir(path := f"{interpreter.stdlib}/{name}")
     ]
-    plan = Plan(scratch=scratch, binds=_outermost(binds), hidden=hidden, links=_top_links(binds.values()), files=_FILES)
+    plan = Plan(
+        scratch=scratch,
+        binds=_outermost(binds),
+        hidden=hidden,
+        links=_top_links(binds.values()),
+        files=_FILES,
+        rootless=os.geteuid() != 0,
+    )
     return plan, [*interpreter.path, *([PACKAGES] if packages else [])]
 
 

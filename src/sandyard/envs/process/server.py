@@ -7,7 +7,6 @@ import itertools
 import os
 import socket
 import time
-import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -46,14 +45,14 @@ class SessionServer:
         self._endings: dict[int, asyncio.Future[Ended]] = {}
         self._starting = asyncio.Lock()
         self._opening = asyncio.Semaphore(_AT_ONCE)
-        self._sessions: weakref.WeakSet[ProcessSession] = weakref.WeakSet()
+        self._sessions: set[ProcessSession] = set()
         self._stopping: set[asyncio.Task[None]] = set()
 
     async def open(self) -> ProcessSession:
         """A new session. Raises `CreateFailed` naming the stage, `CapacityError`, `HostError`."""
-        session = ProcessSession(self._lease_session, await self._lease_session(), self.limits.output_limit)
-        self._sessions.add(session)
-        return session
+        return ProcessSession(
+            self._lease_session, await self._lease_session(), self.limits.output_limit, self._sessions
+        )
 
     async def start(self) -> str:
         """Start the fork server now; returns what confines less than it could on this host, or nothing."""

@@ -26,13 +26,17 @@ class ProcessSession:
     Calls at the same time wait for each other. A run that is cancelled ends the session.
     """
 
-    def __init__(self, lease: Callable[[], Awaitable[Lease]], live: Lease, output_limit: int) -> None:
+    def __init__(
+        self, lease: Callable[[], Awaitable[Lease]], live: Lease, output_limit: int, registry: set[ProcessSession]
+    ) -> None:
         self._new_lease = lease
         self._lease: Lease | None = live
         self._output_limit = output_limit
         self._turn = asyncio.Lock()
         self._step = 0
         self._death = ""
+        self._registry = registry  # of sessions that hold a link
+        registry.add(self)
 
     @property
     def alive(self) -> bool:
@@ -67,6 +71,7 @@ class ProcessSession:
             await self._end("it was restarted")
             self._lease = await self._new_lease()
             self._death = ""
+            self._registry.add(self)
 
     async def close(self) -> None:
         """End the session; nothing of it is left. Idempotent."""
@@ -146,6 +151,7 @@ class ProcessSession:
             return
         self._death = why
         lease.link.close()
+        self._registry.discard(self)
         await asyncio.shield(asyncio.ensure_future(lease.kill()))
 
 

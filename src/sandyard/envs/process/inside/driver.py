@@ -29,6 +29,8 @@ ANSWER = struct.Struct("!BIi")
 READY, FAILED, ENDED = 1, 2, 3
 FRESH = 1  # flag of a request: in a process of its own, which starts without names
 
+_PAIR = struct.Struct("@ii")
+_ANCILLARY = socket.CMSG_SPACE(_PAIR.size)
 _CLOEXEC_RECEIVED = 0x40000000  # MSG_CMSG_CLOEXEC
 _fork, _getpid, _exit, _kill, _waitpid, _dup2, _close, _open = (
     os.fork,
@@ -87,12 +89,12 @@ class Driver:
 
     def answer(self, wire: Wire) -> bool:
         """Answer one request; False when there is none any more."""
-        header, ancillary, _, _ = wire.receive(REQUEST.size, socket.CMSG_SPACE(8), _CLOEXEC_RECEIVED)
+        header, ancillary, _, _ = wire.receive(REQUEST.size, _ANCILLARY, _CLOEXEC_RECEIVED)
         if not header:
             return False
         number, flags, length = REQUEST.unpack(header + wire.exactly(REQUEST.size - len(header)))
         (_, _, received) = ancillary[0]
-        stdout, stderr = struct.unpack("@ii", received)
+        stdout, stderr = _PAIR.unpack(received)
         source = wire.exactly(length).decode("utf-8", "surrogatepass")
         self._step += 1
         _dup2(stdout, 1)
@@ -176,7 +178,10 @@ def _status_of(code: object) -> int:
 def _report(error: BaseException, filename: str) -> None:
     trace = _program_part(error.__traceback__, filename)
     try:
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        if sys.excepthook is sys.__excepthook__:
+            _print_exception(type(error), error, trace)  # the other one reads source from files only
+        else:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
     except BaseException as failure:  # noqa: BLE001 - the hook, or a __str__ of the program
         try:
             _print_exception(type(failure), failure, None, file=sys.__stderr__)

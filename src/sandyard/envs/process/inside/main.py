@@ -94,7 +94,7 @@ class ForkServer:
         self._group_limits = setup["group_limits"]
         self._groups = groups
         self._own_pids = own_pids
-        self._first_id = 0 if setup["rootless"] else _FIRST_ID
+        self._first_id = 0 if setup["root"]["rootless"] else _FIRST_ID
         self._places: dict[int, Place] = {}
         self._by_pid: dict[int, int] = {}
         self._statuses: dict[int, dict[int, int]] = {}  # by session, of those of its two processes that ended
@@ -121,7 +121,10 @@ class ForkServer:
             self._remove_groups()
 
     def _obey(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, 3)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, 3)
+        except ConnectionError:
+            return False
         if not data:
             return False
         try:

@@ -12,6 +12,7 @@ from sandyard.envs.process.inside.kernel import (
     ATTR_RDONLY,
     MS_BIND,
     MS_NODEV,
+    MS_NOEXEC,
     MS_NOSUID,
     MS_PRIVATE,
     MS_REC,
@@ -31,6 +32,7 @@ class Plan(TypedDict):
     hidden: Sequence[str]  # directories of binds that are empty in the root
     links: Mapping[str, str]
     files: Mapping[str, str]
+    rootless: bool
 
 
 def enter(plan: Plan) -> None:
@@ -53,6 +55,9 @@ def enter(plan: Plan) -> None:
     os.symlink("/proc/self/fd", f"{root}/dev/fd")
     for path, text in plan["files"].items():
         _write(root + path, text)
+    if plan["rootless"]:
+        # Without privileges /proc can only be mounted where another one is: sessions mount theirs over it.
+        mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     pivot_root(root)
     restrict_mount("/", ATTR_RDONLY | ATTR_NOSUID)
 
