@@ -28,6 +28,7 @@ NOUNS = (
     "train",
     "evaluate",
     "openenv",
+    "mcp",
     "envs",
 )
 
