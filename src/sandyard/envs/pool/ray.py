@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Awaitable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sandyard.envs.factory import EnvFactory
@@ -29,7 +30,9 @@ T = TypeVar("T")
 # What Ray's processes find in their environment: nobody is told of our use.
 _SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 # And nobody else gets in. Ray reads this once in a process, when it is imported.
-_GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+SESSION_TOKEN = secrets.token_hex(32)
+_GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": SESSION_TOKEN}
+_PREFIX, _PLACE = "sy-ray", "/tmp"
 
 
 def load_ray() -> Any:
@@ -83,7 +86,9 @@ class RayRuntime:
 
 
 def _start(ray: Any, cpus: int) -> str:
-    directory = tempfile.mkdtemp(prefix="sy-ray-", dir="/tmp")  # sockets in it: their paths must be short
+    _sweep()
+    # Sockets are in it, whose paths must be short.
+    directory = tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-", dir=_PLACE)
     try:
         with _environment(), _signal_handlers():
             ray.init(
@@ -103,6 +108,15 @@ def _start(ray: Any, cpus: int) -> str:
             raise HostError(f"Ray did not start: {error}", remedy="unset ENV_REMOTE to run in this process") from error
         raise
     return directory
+
+
+def _sweep() -> None:
+    """Remove directories of processes that were killed. What Ray had running for them ends by itself: the
+    workers within seconds, its own agents within about a minute."""
+    for folder in Path(_PLACE).glob(f"{_PREFIX}-*-*"):
+        pid = folder.name.split("-")[2]
+        if pid.isdigit() and not Path("/proc", pid).exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
