@@ -34,7 +34,7 @@ class Picked:
 def source_root(pattern: str) -> str:
     """The part of a source that no wildcard touches: what lies below it goes below the destination."""
     parts: list[str] = []
-    for part in _clean(pattern):
+    for part in clean(pattern):
         if any(mark in part for mark in _MAGIC):
             break
         parts.append(part)
@@ -48,7 +48,7 @@ def pick(archive: Path, root: str) -> Generator[Picked, None, None]:
     try:
         with tarfile.open(archive, "r|*", tarinfo=StrangeEntry) as tar:
             for member in entries(tar, MAX_ENTRIES):
-                name = _below("/".join(_clean(member.name)), root)
+                name = _below("/".join(clean(member.name)), root)
                 if name is None or (not name and member.isdir()):
                     continue
                 if member.islnk():
@@ -61,11 +61,11 @@ def pick(archive: Path, root: str) -> Generator[Picked, None, None]:
 
 
 class Reader:
-    """`pick`, to be read from threads one at a time. Closing waits for a read that is under way: whoever
-    awaited it may have been cancelled."""
+    """Entries as `pick` has them, to be read from threads one at a time. Closing waits for a read that is under
+    way: whoever awaited it may have been cancelled."""
 
-    def __init__(self, archive: Path, root: str) -> None:
-        self._entries = pick(archive, root)
+    def __init__(self, entries: Generator[Picked, None, None]) -> None:
+        self._entries = entries
         self._lock = threading.Lock()
         self._closed = False
 
@@ -96,13 +96,13 @@ def check_archive(archive: Path, limit: int) -> int:
     return size
 
 
-def header(entry: Picked, name: str, owner: tuple[int, int], mode: int | None) -> bytes:
+def header(entry: Picked, name: str, owner: tuple[int, int] | None, mode: int | None) -> bytes:
     """The entry's tar header under another name, owner and mode (None: its own)."""
     member = copy.copy(entry.member)
     member.name = name
     if member.isreg():
         member.type = tarfile.REGTYPE
-    member.uid, member.gid = owner
+    member.uid, member.gid = owner or (member.uid, member.gid)
     member.uname = member.gname = ""  # numbers count: names are the sandbox's business
     member.mtime = int(member.mtime)
     member.pax_headers = {}
@@ -125,7 +125,8 @@ def content(entry: Picked, *, padded: bool) -> Iterator[bytes]:
 END = bytes(2 * _BLOCK)
 
 
-def _clean(name: str) -> list[str]:
+def clean(name: str) -> list[str]:
+    """The parts of a path within an archive. Raises `BadRequest` for one that leaves it."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     kept: list[str] = []
     for part in parts:
@@ -145,7 +146,7 @@ def _below(name: str, root: str) -> str | None:
 
 
 def _link_target(member: tarfile.TarInfo, root: str) -> str:
-    target = _below("/".join(_clean(member.linkname)), root)
+    target = _below("/".join(clean(member.linkname)), root)
     if not target:
         raise BadRequest(f"'{member.name}' is a hard link to '{member.linkname}', which is not copied")
     return target

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from sandyard.errors import ClientError
 from sandyard.guest.base import Agent
@@ -116,13 +116,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the first step starts from. `key` changes whenever its files or settings do."""
+    """What the first step starts from. `key` changes whenever its files or settings do. `oci`: what the image says
+    of how it is run, by the names of the OCI image specification; None where it was made from no image."""
 
     rootfs: Rootfs
     key: str
     label: str
     start_cmd: str | None = None
     ready_cmd: str | None = None
+    oci: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +138,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A finished build. `size_bytes` of the layers it added; `cached` steps were not run."""
+    """A finished build. `size_bytes` of the layers it added; `cached` steps were not run. `oci` as of `Base`."""
 
     rootfs: Rootfs
     size_bytes: int
     cached: int
     start_cmd: str | None = None
     ready_cmd: str | None = None
+    oci: Mapping[str, Any] | None = None

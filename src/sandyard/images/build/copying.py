@@ -13,7 +13,7 @@ from pathlib import Path
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest.base import Agent, ExitStatus, Process, ProcessSpec
 from sandyard.images.build.accounts import is_dir, make_dir
-from sandyard.images.build.archive import END, Picked, Reader, content, header, source_root
+from sandyard.images.build.archive import END, Picked, Reader, content, header, pick, source_root
 from sandyard.images.build.shell import describe, end, output_of
 
 _BATCH = 256 * 1024
@@ -25,11 +25,11 @@ class CopyFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`target` is absolute; with a slash at its end it is a directory. `mode` None: the archive's own."""
+    """`target` is absolute; with a slash at its end it is a directory. `mode` and `owner` None: the archive's own."""
 
     source: str
     target: str
-    owner: tuple[int, int]
+    owner: tuple[int, int] | None
     mode: int | None = None
 
 
@@ -39,15 +39,32 @@ async def copy_files(agent: Agent, archive: Path, wanted: Copy) -> int:
     A single file becomes `target`, or lands in it where that is a directory. Directories merge: what is
     there already keeps its owner and mode. Symlinks are copied as they are. Missing directories are made
     and belong to the owner. Raises `CopyFailed`, `GuestError` and `BadRequest`."""
-    with closing(Reader(archive, source_root(wanted.source))) as reader:
+    with closing(Reader(pick(archive, source_root(wanted.source)))) as reader:
         first = await asyncio.to_thread(reader.entry)
         if first is None:
             raise CopyFailed(f"no files match '{wanted.source}'")
         directory, rename = await _destination(agent, wanted, first)
-        await make_dir(agent, directory, f"{wanted.owner[0]}:{wanted.owner[1]}")
-        job = _Job(agent, reader, first, directory, rename, wanted)
-        gnu = await _tar_kind(agent)
-        return await job.one_by_one() if gnu is None else await job.by_tar(gnu)
+        await make_dir(agent, directory, owner_text(wanted.owner or (0, 0)))
+        return await _write(_Job(agent, reader, first, directory, rename, wanted))
+
+
+async def write_entries(agent: Agent, reader: Reader, owner: tuple[int, int] | None, mode: int | None) -> int:
+    """Write entries whose names are those of their destinations, without the first slash; how many they were.
+
+    As `copy_files` does: directories merge, what is there keeps its owner and mode. Raises the same."""
+    first = await asyncio.to_thread(reader.entry)
+    if first is None:
+        return 0
+    return await _write(_Job(agent, reader, first, "/", None, Copy("", "/", owner, mode)))
+
+
+def owner_text(owner: tuple[int, int]) -> str:
+    return f"{owner[0]}:{owner[1]}"
+
+
+async def _write(job: _Job) -> int:
+    gnu = await tar_kind(job.agent)
+    return await job.one_by_one() if gnu is None else await job.by_tar(gnu)
 
 
 async def _destination(agent: Agent, wanted: Copy, first: Picked) -> tuple[str, str | None]:
@@ -60,7 +77,7 @@ async def _destination(agent: Agent, wanted: Copy, first: Picked) -> tuple[str, 
     return posixpath.dirname(target), posixpath.basename(target)
 
 
-async def _tar_kind(agent: Agent) -> bool | None:
+async def tar_kind(agent: Agent) -> bool | None:
     """True: GNU tar; False: another one; None: the image has none."""
     try:
         _, said = await output_of(agent, "tar", "--version")
@@ -130,8 +147,8 @@ class _Job:
 
     async def one_by_one(self) -> int:
         """For images that have no tar."""
-        owner = f"{self.wanted.owner[0]}:{self.wanted.owner[1]}"
         async for entry, name in self.entries():
+            owner = owner_text(self.wanted.owner or (entry.member.uid, entry.member.gid))
             path = posixpath.join(self.directory, name)
             mode = self.wanted.mode if self.wanted.mode is not None else entry.member.mode
             if entry.member.isdir():

@@ -7,14 +7,59 @@ import contextlib
 import re
 import time
 
-from sandyard.errors import GuestError
+from sandyard.errors import AgentLinkError, GuestError
 from sandyard.guest.base import Agent, ExitStatus, Process
-from sandyard.images.build.base import FINAL_STEP, BuildFailed, Log, State
+from sandyard.images.build.base import FINAL_STEP, BuildFailed, Cache, Cached, Log, State
+from sandyard.images.build.chain import then
 from sandyard.images.build.shell import Lines, describe, end, start_shell
+from sandyard.images.build.stack import Stack
 
 POLL_SECONDS = 0.5
 _SLEEP = re.compile(r"\s*sleep\s+[\d.]+\s*")
 DEFAULT_READY = "sleep 20"  # a start command that nothing else is known of gets that long to fail
+
+
+async def settle(
+    stack: Stack,
+    cache: Cache,
+    log: Log,
+    key: str,
+    state: State,
+    start: str | None,
+    ready: str | None,
+    *,
+    fresh: bool,
+    ready_seconds: float,
+) -> str | None:
+    """Try the start command above a finished stack, unless the cache knows how that went (`fresh`: whatever it
+    knows); the ready command that sandboxes of the template are to wait for. Raises `BuildFailed`."""
+    if start is None and ready is None:
+        return None
+    tried = then(key, "START", [start, ready])
+    over = then(tried, "OVER", [])
+    if not fresh and cache.get(tried) is not None:
+        log("CACHED START", step=FINAL_STEP)
+        is_over = cache.get(over) is not None
+    else:
+        is_over = await _finish(stack, state, start, ready, log, ready_seconds)
+        for known in [tried, over] if is_over else [tried]:
+            cache.put(known, Cached(tuple(stack.layers), state, stack.size))
+    # SDKs write the default where nothing is known: no sandbox is to wait for what was seen to come up.
+    return None if is_over or ready == DEFAULT_READY else ready
+
+
+async def _finish(
+    stack: Stack, state: State, start: str | None, ready: str | None, log: Log, ready_seconds: float
+) -> bool:
+    """Whether there is nothing to wait for after the start command. Its changes are thrown away."""
+    try:
+        await stack.close()
+        bench = await stack.open(state)
+        return await try_start(bench.agent, state, start, ready, log, ready_seconds)
+    except (GuestError, AgentLinkError) as error:
+        raise await stack.failure(FINAL_STEP, error) from error
+    finally:
+        await stack.close()
 
 
 async def try_start(
