@@ -39,6 +39,9 @@ def serve(
         str, typer.Option(help="modules that programs may import, by commas, where the back end has a list")
     ] = "",
     idle_timeout: Annotated[float, typer.Option(help="seconds without a request after which a session ends")] = 1800.0,
+    step_timeout: Annotated[
+        float, typer.Option(help="seconds after which a step is given up and its episode lost")
+    ] = 300.0,
     drain: Annotated[float, typer.Option(help="seconds that a stop leaves to running steps", min=0)] = 10.0,
     allow_public: Annotated[
         bool, typer.Option("--allow-public", help="listen on a public address; there are no keys and no TLS here")
@@ -61,6 +64,7 @@ def serve(
         workers=workers,
         max_sessions=max_sessions,
         idle_timeout=idle_timeout,
+        step_timeout=step_timeout,
         drain=drain,
     )
     asyncio.run(_serve(options))

@@ -12,7 +12,11 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, ConnectionClosedError, ConnectionClosedOK
 
+from sandyard.config import Settings
+from sandyard.connection import Connection
 from sandyard.errors import ConfigError, HostError
+from sandyard.images.base import build_base
+from sandyard.server.embedded import EmbeddedServer
 from tests.envs.openenv.probes import RESET, UNMAKEABLE, raw, serving, until
 
 
@@ -110,6 +114,52 @@ async def test_an_endless_program_ends_its_step_only() -> None:
         assert endless["data"]["metadata"]["status"] == "timeout"
         next_one = await client.ask({"type": "step", "data": {"code": "print(1)"}})
         assert next_one["data"]["observation"]["stdout"] == "1\n"
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "memory",
+        "interpreter",
+        pytest.param("process", marks=pytest.mark.root),
+        pytest.param("sandbox", marks=[pytest.mark.root, pytest.mark.timeout(240)]),
+    ],
+)
+async def test_what_ends_a_program_ends_its_step_only(
+    backend: str, node: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("E2B_API_URL", Connection.to(node).api_url)
+    monkeypatch.setenv("E2B_API_KEY", Connection.to(node).api_key or "")
+    if backend == "sandbox":
+        await build_base(Settings())
+    async with serving("code", backend) as server, raw(server) as client, raw(server) as other:
+        for one in (client, other):
+            assert (await one.ask(RESET))["type"] == "observation"
+
+        async def run(code: str) -> dict[str, Any]:
+            answer = await client.ask({"type": "step", "data": {"code": code}})
+            assert answer["type"] == "observation", answer
+            return dict(answer["data"])
+
+        for code in ("import sys\nsys.exit(3)", "raise SystemExit", "raise KeyboardInterrupt"):
+            await run(code)
+            assert (await run("print(1 + 1)"))["observation"]["stdout"] == "2\n"
+        endless = asyncio.create_task(run("while True:\n    pass"))
+        meanwhile = await other.ask({"type": "step", "data": {"code": "print('other')"}})
+        assert meanwhile["data"]["observation"]["stdout"] == "other\n"
+        assert not endless.done()
+        assert (await endless)["metadata"]["status"] == "timeout"
+        assert (await run("print(1 + 1)"))["observation"]["stdout"] == "2\n"
+
+
+async def test_a_step_that_does_not_end_is_given_up_with_its_episode() -> None:
+    async with serving(step_timeout=0.3) as server, raw(server) as client:
+        await client.ask(RESET)
+        late = await client.do("long")
+        assert (late["data"]["code"], "not done after 0.3 s" in late["data"]["message"]) == ("EXECUTION_ERROR", True)
+        assert "send reset" in (await client.do("hello"))["data"]["message"]
+        await client.ask(RESET)
+        assert (await client.do("hello"))["data"]["observation"]["text"] == "hello"
 
 
 async def test_no_session_is_refused_while_any_worker_has_room() -> None:
@@ -264,7 +314,7 @@ async def test_http_tells_what_the_env_is_and_steps_without_a_session() -> None:
         assert told.json()["result"]["data"] == "8"
 
 
-@pytest.mark.parametrize("name", ["workers", "max_sessions", "idle_timeout"])
+@pytest.mark.parametrize("name", ["workers", "max_sessions", "idle_timeout", "step_timeout"])
 def test_options_must_make_sense(name: str) -> None:
     wrong: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=name):

@@ -53,6 +53,7 @@ def make_env(
     """A closed env with the recipe's two tools; `options` are further ones of `SandboxEnv`."""
     if persistent:
         return SessionSandboxEnv(template, run_timeout=run_timeout, lease=lease, metadata=metadata, **options)
+    options.setdefault("command_timeout", run_timeout)  # `execute` without a time of its own is a run too
     env = SandboxEnv(template, lease=lease, metadata=metadata, include_default_tools=False, **options)
     return add_code_tools(env, run_timeout=run_timeout)
 

@@ -21,10 +21,11 @@ SESSION_PATHS = ("/ws", "/mcp")
 class App:
     """Every connection's state carries its `seat`."""
 
-    def __init__(self, spec: EnvSpec, *, idle_timeout: float) -> None:
+    def __init__(self, spec: EnvSpec, *, idle_timeout: float, step_timeout: float) -> None:
         self._spec = spec
         self._idle_timeout = idle_timeout
-        self._http = HttpSide(spec)
+        self._step_timeout = step_timeout
+        self._http = HttpSide(spec, step_timeout)
         self._live: set[Conversation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -56,7 +57,7 @@ class App:
             await conversation.refuse(capacity_message(*seat.refused))
             return
         try:
-            session = Session(self._spec.make())
+            session = Session(self._spec.make(), step_timeout=self._step_timeout)
         except (Exception, SystemExit) as error:  # a foreign env's constructor; the client is told
             logger.exception("env %s could not be made", self._spec.name)
             text = f"env {self._spec.name} could not be made: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,8 +40,8 @@ class EnvSpec:
     def make(self) -> Env:
         """A closed env. Raises `ConfigError` for a name that leads nowhere."""
         if self.name == "code":
-            options: dict[str, Any] = {"imports": tuple(self.imports)} if self.imports else {}
-            return load_backend(self.backend).make_env(**options)
+            backend = load_backend(self.backend)
+            return backend.make_env(**_import_options(backend.NAME, tuple(self.imports)))
         if self.name == "shell":
             return _make_shell(self.backend)
         if self.name in GAMES:
@@ -56,6 +57,16 @@ class EnvSpec:
     @classmethod
     def from_json(cls, text: str) -> EnvSpec:
         return cls(**json.loads(text))
+
+
+def _import_options(backend: str, imports: tuple[str, ...]) -> dict[str, Any]:
+    if not imports:
+        return {}
+    if backend == "interpreter":
+        return {"imports": imports}
+    if backend == "process":  # the standard library is there anyway
+        return {"packages": tuple(name for name in imports if name.partition(".")[0] not in sys.stdlib_module_names)}
+    raise ConfigError(f"back end {backend} has no list of modules: a program may import what is there")
 
 
 def _make_shell(backend: str | None) -> Env:

@@ -46,8 +46,9 @@ class HttpError(Exception):
 class HttpSide:
     """One request a connection: the parent counts sessions by sockets, and must see every socket."""
 
-    def __init__(self, spec: EnvSpec) -> None:
+    def __init__(self, spec: EnvSpec, step_timeout: float) -> None:
         self._spec = spec
+        self._step_timeout = step_timeout
         self._room = asyncio.Semaphore(_AT_ONCE)
 
     async def serve(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
@@ -81,7 +82,7 @@ class HttpSide:
             return await self._call(path, body)
 
     async def _call(self, path: str, body: Mapping[str, Any]) -> tuple[int, Message]:
-        session = Session(self._spec.make())
+        session = Session(self._spec.make(), step_timeout=self._step_timeout)
         try:
             if path == "/mcp":
                 return 200, await self._rpc(session, body)

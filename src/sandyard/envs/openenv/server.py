@@ -37,12 +37,13 @@ class ServerOptions:
     workers: int = 4
     max_sessions: int = 64
     idle_timeout: float = 1800.0
+    step_timeout: float = 300.0
     ping_interval: float = 20.0
     drain: float = 10.0
     max_message: int = 16 << 20
 
     def __post_init__(self) -> None:
-        for name in ("workers", "max_sessions", "idle_timeout", "ping_interval", "max_message"):
+        for name in ("workers", "max_sessions", "idle_timeout", "step_timeout", "ping_interval", "max_message"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, not {getattr(self, name)}")
 
@@ -50,6 +51,7 @@ class ServerOptions:
         return {
             "spec": self.spec.to_json(),
             "idle_timeout": self.idle_timeout,
+            "step_timeout": self.step_timeout,
             "ping_interval": self.ping_interval,
             "max_message": self.max_message,
         }

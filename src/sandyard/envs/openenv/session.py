@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Mapping
@@ -30,10 +31,12 @@ _RPC_INVALID, _RPC_NO_METHOD, _RPC_PARAMS, _RPC_SERVER = -32600, -32601, -32602,
 
 class Session:
     """Answers requests one at a time, in order. What the env raises becomes EXECUTION_ERROR; so does
-    `SystemExit`, which ends a step and not its server. `close` releases the env."""
+    `SystemExit`, which ends a step and not its server. A step or reset of more than `step_timeout` seconds ends
+    its episode: nobody knows what it did to the env. `close` releases the env."""
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: Env, *, step_timeout: float) -> None:
         self.env = env
+        self._step_timeout = step_timeout
         self.episode_id: str | None = None
         self.step_count = 0
         self._running = False
@@ -105,8 +108,10 @@ class Session:
             )
 
     async def _guarded(self, what: str, work: Any) -> Any:
+        scope = asyncio.timeout(self._step_timeout)
         try:
-            return await work
+            async with scope:
+                return await work
         except SandyardError as error:
             more = {"retry_after": error.retry_after} if isinstance(error, CapacityError) else {}
             raise Fault(
@@ -117,6 +122,10 @@ class Session:
                 **more,
             ) from error
         except (Exception, SystemExit) as error:  # a foreign env may raise anything: the step ends
+            if scope.expired():
+                self._running = False
+                text = f"{what}: not done after {self._step_timeout:g} s; the episode is lost, send reset"
+                raise Fault(ErrorCode.EXECUTION_ERROR, text, boundary="sandbox") from error
             logger.exception("%s of an env failed", what)
             raise Fault(ErrorCode.EXECUTION_ERROR, f"{what}: {type(error).__name__}: {error}") from error
 

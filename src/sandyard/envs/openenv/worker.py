@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
 
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 from sandyard.envs.openenv.app import App
 from sandyard.envs.openenv.catalog import EnvSpec
 from sandyard.envs.openenv.seat import Seat, SeatSocket
+from sandyard.errors import SandyardError
 
 PACKET = 4096
 _PR_SET_PDEATHSIG = 1
@@ -34,7 +35,11 @@ _LAST_WORDS = 2.0  # seconds for closing handshakes after the last session
 class Worker:
     def __init__(self, control: socket.socket, options: dict[str, Any]) -> None:
         self._control = control
-        self._app = App(EnvSpec.from_json(options["spec"]), idle_timeout=options["idle_timeout"])
+        self._app = App(
+            EnvSpec.from_json(options["spec"]),
+            idle_timeout=options["idle_timeout"],
+            step_timeout=options["step_timeout"],
+        )
         self._config = Config(
             self._app,
             lifespan="off",
@@ -125,13 +130,20 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to stop
     control = socket.socket(fileno=int(sys.argv[1]))
     options = json.loads(sys.argv[2])
+    spec = EnvSpec.from_json(options["spec"])
     try:
-        EnvSpec.from_json(options["spec"]).make()
+        spec.make()
+    except SandyardError as error:
+        _fail(control, str(error))
     except Exception as error:  # noqa: BLE001  whatever a foreign env's constructor raises: the parent tells it
-        control.send(json.dumps({"failed": f"{error}"[:2000]}).encode())
-        sys.exit(1)
+        _fail(control, f"env {spec.name} cannot be made: {type(error).__name__}: {error}")
     asyncio.run(_serve(control, options))
     os._exit(0)  # threads of a foreign env must not keep a stopped worker
+
+
+def _fail(control: socket.socket, why: str) -> NoReturn:
+    control.send(json.dumps({"failed": why[:2000]}).encode())
+    sys.exit(1)
 
 
 async def _serve(control: socket.socket, options: dict[str, Any]) -> None:
