@@ -9,7 +9,7 @@ from sandyard.envs.code import TOOL_SCHEMA as TOOL_SCHEMA
 from sandyard.envs.process.env import ProcessCodeEnv
 
 NAME = "process"
-_COMMON = """Files that a program writes to the current directory stay until the episode ends. \
+_COMMON = """Files that a program writes stay until the episode ends. \
 There is no network and no standard input, no shell and no other program than Python, and only the standard library. \
 A run is stopped after {run_timeout:g} seconds.
 submit_solution(code) submits the final program and ends the episode. \

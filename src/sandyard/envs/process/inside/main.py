@@ -17,7 +17,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from sandyard.envs.process.inside import kernel
@@ -30,7 +31,15 @@ from sandyard.envs.process.inside.confine import (
     null_standards,
     plain_signals,
 )
-from sandyard.envs.process.inside.driver import ANSWER, FAILED, Driver
+from sandyard.envs.process.inside.driver import (
+    ANSWER,
+    FAILED,
+    Driver,
+    finish,
+    fresh_main,
+    fresh_streams,
+    run_program,
+)
 from sandyard.envs.process.inside.root import enter
 
 MAX_MESSAGE = 128 << 10
@@ -38,6 +47,9 @@ _FIRST_ID = 1_700_000_000  # of user ids that sessions take, where the host lets
 _CGROUP_PATIENCE = 5.0
 _RETRY = 0.01
 _NAMESPACES = kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+
+
+Child = Callable[[], NoReturn]
 
 
 class Place(NamedTuple):
@@ -51,19 +63,28 @@ class Place(NamedTuple):
 def main(control: socket.socket) -> None:
     setup = json.loads(control.recv(MAX_MESSAGE))
     try:
-        _warm(setup["imports"])
-        groups = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in setup["cgroups"]]
-        _enter_namespaces(control)
-        own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
-        enter(setup["root"])
-        sys.path[:] = setup["path"]
+        server = _prepare(control, setup)
     except (OSError, ImportError) as error:
         control.send(json.dumps({"failed": str(error)}).encode())
         return
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"ready": True}).encode())
-    ForkServer(control, setup, groups, own_pids).serve()
+    child = server.serve()
+    if child is not None:
+        # Here, so that the frames below foreign code are few and hold nothing.
+        del server, setup, control
+        child()
+
+
+def _prepare(control: socket.socket, setup: dict[str, Any]) -> ForkServer:
+    _warm(setup["imports"])
+    groups = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in setup["cgroups"]]
+    _enter_namespaces(control)
+    own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    enter(setup["root"])
+    sys.path[:] = setup["path"]
+    return ForkServer(control, setup, groups, own_pids)
 
 
 def _warm(names: Sequence[str]) -> None:
@@ -102,7 +123,8 @@ class ForkServer:
         self._free: list[int] = []
         self._used = 0
 
-    def serve(self) -> None:
+    def serve(self) -> Child | None:
+        """Returns what a forked child has to do, in the child; None in the fork server, when nobody needs it."""
         wake, waker = os.pipe()
         os.set_blocking(waker, False)
         os.set_blocking(wake, False)
@@ -115,70 +137,66 @@ class ForkServer:
             for descriptor, _ in poll.poll(_RETRY * 1000 if self._going else None):
                 if descriptor == wake:
                     _drain(wake)
-                elif not self._obey():
-                    return
+                    continue
+                try:
+                    data, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, 3)
+                except ConnectionError:
+                    return None
+                if not data:
+                    return None
+                child = self._obey(json.loads(data), descriptors)
+                if child is not None:
+                    return child
             self._reap()
             self._remove_groups()
 
-    def _obey(self) -> bool:
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, 3)
-        except ConnectionError:
-            return False
-        if not data:
-            return False
-        try:
-            message = json.loads(data)
-            place = self._places.get(message["id"])
-            if message["op"] in ("session", "job"):
-                self._open(message["id"], message["op"], descriptors)
-            elif place is not None and place.pid not in self._statuses.get(message["id"], ()):
-                # Not reaped, so that the number is still this process's.
-                os.kill(place.pid, signal.SIGINT if message["op"] == "interrupt" else signal.SIGKILL)
-        finally:
+    def _obey(self, message: dict[str, Any], descriptors: list[int]) -> Child | None:
+        child = None
+        place = self._places.get(message["id"])
+        if message["op"] in ("session", "job"):
+            child = self._open(message["id"], message["op"], descriptors)
+        elif place is not None and place.pid not in self._statuses.get(message["id"], ()):
+            # Not reaped, so that the number is still this process's.
+            os.kill(place.pid, signal.SIGINT if message["op"] == "interrupt" else signal.SIGKILL)
+        if child is None:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return True
+        return child
 
-    def _open(self, number: int, kind: str, descriptors: list[int]) -> None:
+    def _open(self, number: int, kind: str, descriptors: list[int]) -> Child | None:
         slot = heapq.heappop(self._free) if self._free else self._used
         self._used = max(self._used, slot + 1)
+        groups: tuple[int, ...] = ()
         init = 0
         try:
             groups = self._make_groups(number)
-            try:
-                kernel.unshare(kernel.CLONE_NEWPID)
-                try:
-                    init = _fork_init()
-                    pid = os.fork()
-                    if pid == 0:
-                        self._child(kind, slot, groups, descriptors)
-                finally:
-                    kernel.join_namespace(self._own_pids)
-            finally:
-                for group in groups:
-                    os.close(group)
+            kernel.unshare(kernel.CLONE_NEWPID)
+            init = _fork_init()
+            pid = os.fork()
         except OSError as error:
-            if init:
-                os.kill(init, signal.SIGKILL)
-                os.waitpid(init, 0)
-            heapq.heappush(self._free, slot)
-            self._drop_groups(number)
+            for group in groups:
+                os.close(group)
+            self._take_back(number, slot, init)
             self._say({"refused": number, "reason": str(error)})
-            return
-        self._places[number] = Place(slot, init, pid)
-        self._by_pid[init] = self._by_pid[pid] = number
-
-    def _child(self, kind: str, slot: int, groups: tuple[int, ...], descriptors: list[int]) -> NoReturn:
-        try:
-            plain_signals()
+            return None
+        if pid == 0:
             outer = self._first_id and self._first_id + slot
             bounds = self._bounds._replace(outer_id=outer, cgroups=groups)
-            if kind == "session":
-                _session(bounds, descriptors[0], groups)
-            _job(bounds, descriptors, groups)
-        finally:
-            os._exit(70)
+            return partial(_session if kind == "session" else _job, bounds, descriptors)
+        kernel.join_namespace(self._own_pids)
+        for group in groups:
+            os.close(group)
+        self._places[number] = Place(slot, init, pid)
+        self._by_pid[init] = self._by_pid[pid] = number
+        return None
+
+    def _take_back(self, number: int, slot: int, init: int) -> None:
+        kernel.join_namespace(self._own_pids)
+        if init:
+            os.kill(init, signal.SIGKILL)
+            os.waitpid(init, 0)
+        heapq.heappush(self._free, slot)
+        self._drop_groups(number)
 
     def _reap(self) -> None:
         while True:
@@ -273,37 +291,47 @@ def _fork_init() -> int:
     return pid
 
 
-def _session(bounds: Confinement, descriptor: int, groups: tuple[int, ...]) -> NoReturn:
-    link = socket.socket(fileno=descriptor)
+def _session(bounds: Confinement, descriptors: list[int]) -> NoReturn:
     try:
-        null_standards()
-        close_others(descriptor, *groups)
-        confine_session(bounds)
-    except (Stage, OSError) as error:
-        text = str(error).encode()
-        link.sendall(ANSWER.pack(FAILED, 0, len(text)) + text)
+        link = socket.socket(fileno=descriptors[0])
+        try:
+            plain_signals()
+            null_standards()
+            close_others(descriptors[0], *bounds.cgroups)
+            confine_session(bounds)
+        except (Stage, OSError) as error:
+            text = str(error).encode()
+            link.sendall(ANSWER.pack(FAILED, 0, len(text)) + text)
+            os._exit(70)
+        Driver().serve(link)
+    finally:
         os._exit(70)
-    Driver().serve(link)
 
 
-def _job(bounds: Confinement, descriptors: list[int], groups: tuple[int, ...]) -> NoReturn:
-    """A program of ours: its source comes over the first descriptor's file, then what that program reads."""
+def _job(bounds: Confinement, descriptors: list[int]) -> NoReturn:
+    """A program of ours: its source comes first on its standard input, then what it reads."""
+    try:
+        plain_signals()
+        source = _begin_job(bounds, descriptors)
+        del bounds, descriptors
+        namespace = fresh_main().__dict__
+        fresh_streams()
+        gc.enable()
+        finish(run_program(source, "<job>", namespace))
+    finally:
+        os._exit(70)
+
+
+def _begin_job(bounds: Confinement, descriptors: list[int]) -> str:
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
-    close_others(*groups)
+    close_others(*bounds.cgroups)
     try:
         confine_job(bounds)
     except Stage as error:
         os.write(2, str(error).encode())
         os._exit(70)
-    length = int.from_bytes(_read_exactly(4), "big")
-    source = _read_exactly(length).decode()
-    from sandyard.envs.process.inside.driver import finish, fresh_main, fresh_streams, run_program
-
-    main = fresh_main()
-    fresh_streams()
-    gc.enable()
-    finish(run_program(source, "<job>", main.__dict__))
+    return _read_exactly(int.from_bytes(_read_exactly(4), "big")).decode()
 
 
 def _read_exactly(length: int) -> bytes:
