@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from sandyard.connection import Connection
 from sandyard.envs.backends import Backend, load_backend
 from sandyard.envs.base import Env
+from sandyard.envs.factory import EnvFactory
 from sandyard.envs.lease import SandboxLease
+from sandyard.envs.pool.shard import refuse_elsewhere
+from sandyard.envs.sandbox import SandboxEnv
 from sandyard.train.config import TrainConfig
+from sandyard.train.pooling import pooled_envs
 from sandyard.verify.base import Verifier
 from sandyard.verify.code import CodeVerifier, SandboxLauncher
 from sandyard.verify.local import local_verifier
@@ -34,23 +38,37 @@ class Yard:
 async def open_yard(config: RecipeConfig, train: TrainConfig, server: Connection) -> AsyncIterator[Yard]:
     """Everything acquired here is gone when the context ends, or within the lease if this process dies."""
     backend = load_backend()
-    seconds = train.deadlines.exec
     if backend.NAME != "sandbox":
         verifier = _local_verifier(backend.NAME)
         try:
-            yield Yard(backend, lambda: backend.make_env(run_timeout=seconds), verifier, None)
+            async with _local_envs(backend, train) as make_env:
+                yield Yard(backend, make_env, verifier, None)
         finally:
             await verifier.close()
         return
+    if train.env_remote:
+        refuse_elsewhere(SandboxEnv)
+    options = {"template": TEMPLATE, "run_timeout": train.deadlines.exec}
     lifetime = train.deadlines.rollout + train.deadlines.step
     warm = {TEMPLATE: min(config.warm_sandboxes, train.rollouts)} if config.warm_sandboxes else {}
     async with SandboxLease(server, ttl=config.lease_seconds, labels={"recipe": "code_rl"}, warm=warm) as lease:
         yield Yard(
             backend,
-            lambda: backend.make_env(template=TEMPLATE, run_timeout=seconds, lease=lease, sandbox_timeout=lifetime),
+            lambda: backend.make_env(lease=lease, sandbox_timeout=lifetime, **options),
             CodeVerifier(SandboxLauncher(server, template=TEMPLATE, lease=lease)),
             (await lease.capacity()).max_sandboxes,
         )
+
+
+@asynccontextmanager
+async def _local_envs(backend: Backend, train: TrainConfig) -> AsyncIterator[Callable[[], Env]]:
+    """Envs in this process; with `ENV_REMOTE=1` over Ray's."""
+    options = {"run_timeout": train.deadlines.exec}
+    if not train.env_remote:
+        yield lambda: backend.make_env(**options)
+        return
+    async with pooled_envs(EnvFactory.of(backend.make_env, **options), train) as make_env:
+        yield make_env
 
 
 def _local_verifier(backend: str) -> Verifier:

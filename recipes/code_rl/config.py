@@ -52,7 +52,7 @@ DEADLINES = Deadlines(exec=10.0, step=30.0, rollout=240.0, batch=900.0, verify=1
 
 
 def train_config(config: RecipeConfig) -> TrainConfig:
-    """The trainer's settings: the policy's defaults, then MAX_TURNS and ENV_CONCURRENCY, then the recipe's.
+    """The trainer's settings: the policy's defaults, then the environment's (MAX_TURNS, ENV_…), then the recipe's.
 
     Raises `ConfigError` naming the field.
     """
