@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import openenv, picture, rollout, sandboxes, sessions, snapshots
+from benchmarks import openenv, picture, process_sessions, rollout, sandboxes, sessions, snapshots
 from benchmarks.measure import Figure, Report
 from sandyard.config import PoolSettings, Settings, load_settings
 from sandyard.connection import Connection
@@ -31,7 +31,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     arguments.add_argument("--rounds", type=int, default=20, help="samples of each short figure")
     arguments.add_argument(
-        "--only", choices=["sandboxes", "snapshots", "sessions", "rollout", "openenv"], help="one section"
+        "--only", choices=["sandboxes", "snapshots", "sessions", "rollout", "openenv", "process"], help="one section"
     )
     options = arguments.parse_args()
     report, before = Report(), _load()
@@ -47,6 +47,9 @@ def main() -> None:
     if options.only in (None, "openenv"):
         console.print("[dim]OpenEnv server[/dim]")
         asyncio.run(openenv.beside_official(report))
+    if options.only in (None, "process"):
+        console.print(f"[dim]{process_sessions.SESSIONS} sessions of the back end process[/dim]")
+        asyncio.run(process_sessions.live(report))
     load = f"{before} at the start, {_load()} at the end (this run adds about 2)"
     _print(report, load)
     _keep(report, load)
