@@ -205,3 +205,12 @@ class TaskError(SandyardError, ValueError):
 
 class VerifierError(SandyardError):
     boundary = Boundary.VERIFIER
+
+
+def is_infrastructure(error: BaseException) -> bool:
+    """Whether a rollout may be masked for it. Not for the caller's mistake (a wrong key, an unknown
+    template) and not for a fault of the program: these meet every rollout alike and end the run. A broken
+    connection or a timeout that an env let through bare is what it says."""
+    if isinstance(error, SandyardError):
+        return error.boundary is not Boundary.CLIENT
+    return isinstance(error, ConnectionError | TimeoutError)

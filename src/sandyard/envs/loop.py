@@ -25,12 +25,13 @@ class LoopThread:
     def closed(self) -> bool:
         return self._loop.is_closed()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result. A caller that is interrupted cancels it. Raises `Conflict` when closed."""
+    def run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Its result. A caller that is interrupted cancels it, and so do `timeout` seconds: `TimeoutError`.
+        Raises `Conflict` when closed."""
         if self.closed:
             work.close()
             raise Conflict("the loop is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(_bounded(work, timeout), self._loop)
         try:
             return future.result()
         except BaseException:
@@ -44,3 +45,8 @@ class LoopThread:
         self._thread.join(_JOIN_TIMEOUT)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _bounded(work: Coroutine[Any, Any, T], timeout: float | None) -> T:
+    async with asyncio.timeout(timeout):
+        return await work

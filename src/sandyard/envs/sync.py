@@ -35,13 +35,15 @@ class SyncEnv:
         self._own_loop = loop is None
         self._closed = False
 
-    def reset(self, task: Task | None = None) -> StepResult:
+    def reset(self, task: Task | None = None, *, timeout: float | None = None) -> StepResult:
+        """Raises `TimeoutError` after `timeout` seconds, too."""
         self._task = task
         self.ledger.begin()
-        return self.ledger.record(self._run(self.env.reset(task)))
+        return self.ledger.record(self._run(self.env.reset(task), timeout))
 
-    def step(self, tool_name: str, arguments: Mapping[str, Any]) -> StepResult:
-        return self.ledger.record(self._run(self.env.step(tool_name, arguments)))
+    def step(self, tool_name: str, arguments: Mapping[str, Any], *, timeout: float | None = None) -> StepResult:
+        """Raises `TimeoutError` after `timeout` seconds, too."""
+        return self.ledger.record(self._run(self.env.step(tool_name, arguments), timeout))
 
     def tools(self) -> list[dict[str, Any]]:
         """The `tools=` argument of a chat template."""
@@ -61,12 +63,12 @@ class SyncEnv:
             raise Conflict("nothing to evaluate", remedy="give a scorer, and reset with a task")
         return self._run(self._score(self._task, self.env.submission))
 
-    def close(self) -> None:
-        """Idempotent."""
+    def close(self, *, timeout: float | None = None) -> None:
+        """Idempotent. Raises `TimeoutError`, and what closing raised; the env is given up all the same."""
         if self._closed:
             return
         try:
-            self._run(self.env.close())
+            self._run(self.env.close(), timeout)
         finally:
             self._closed = True
             if self._own_loop:
@@ -78,8 +80,8 @@ class SyncEnv:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         if self._closed:
             work.close()
             raise Conflict("the env is closed")
-        return self._loop.run(work)
+        return self._loop.run(work, timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from sandyard.errors import (
     AgentLinkError,
-    Boundary,
     CapacityError,
     CreateFailed,
     SandboxDied,
@@ -12,6 +11,7 @@ from sandyard.errors import (
     TaskError,
     VerifierError,
 )
+from sandyard.errors import is_infrastructure as is_infrastructure
 
 
 class DeadlineExceeded(SandyardError):
@@ -24,15 +24,6 @@ class DeadlineExceeded(SandyardError):
 
 class EnvFailed(SandyardError):
     """The env answered a step with INFRA_ERROR."""
-
-
-def is_infrastructure(error: BaseException) -> bool:
-    """Whether a rollout may be masked for it. Not for the caller's mistake (a wrong key, an unknown
-    template) and not for a fault of the program: these meet every rollout alike and end the run. A broken
-    connection or a timeout that an env let through bare is what it says."""
-    if isinstance(error, SandyardError):
-        return error.boundary is not Boundary.CLIENT
-    return isinstance(error, ConnectionError | TimeoutError)
 
 
 def mask_reason(error: BaseException) -> str:
