@@ -14,7 +14,7 @@ import sys
 import time
 from typing import NoReturn
 
-from sandyard.envs.process.inside.driver import ANSWER, REQUEST, Driver, Wire
+from sandyard.envs.process.inside.driver import ANSWER, REQUEST, Driver, Wire, forget_ourselves
 
 STOPPED, STOPPED_LOST, DIED = 250, 251, 252
 _LAST_CODE = 249
@@ -101,6 +101,7 @@ def _be_session(name: str) -> NoReturn:
         os._exit(0)  # another one was faster
     listener.listen(8)
     os.register_at_fork(after_in_child=listener.close)
+    forget_ourselves()
     driver = Driver()
     while True:
         link, _ = listener.accept()

@@ -236,14 +236,18 @@ def _text(descriptor: int, mode: str, errors: str) -> io.TextIOWrapper:
 
 
 def fresh_main() -> types.ModuleType:
-    """A `__main__` as a fresh interpreter has it; nothing of this program can be imported any more."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "sandyard"]:
-        del sys.modules[name]
+    """A `__main__` as a fresh interpreter has it."""
     module = types.ModuleType("__main__")
     module.__dict__.update({"__builtins__": sys.modules["builtins"], "__annotations__": {}})
     sys.modules["__main__"] = module
     sys.argv = [""]
     return module
+
+
+def forget_ourselves() -> None:
+    """Nothing of this program can be imported any more; what runs already is not disturbed."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "sandyard"]:
+        del sys.modules[name]
 
 
 def _depth() -> int:

@@ -36,6 +36,7 @@ from sandyard.envs.process.inside.driver import (
     FAILED,
     Driver,
     finish,
+    forget_ourselves,
     fresh_main,
     fresh_streams,
     run_program,
@@ -67,6 +68,7 @@ def main(control: socket.socket) -> None:
     except (OSError, ImportError) as error:
         control.send(json.dumps({"failed": str(error)}).encode())
         return
+    forget_ourselves()  # before forking: each session would copy what it changes
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"ready": True}).encode())
