@@ -35,6 +35,7 @@ async def test_help_says_what_can_be_chosen() -> None:
     [
         (["--env", "nope"], "known: code, shell, echo"),
         (["--env", "json:dumps"], "json:dumps"),
+        (["--env", "reasoning/nope"], "reasoning-gym data set 'nope'"),
         (["--env", "code", "--backend", "nope"], "there is no back end 'nope'"),
         (["--env", "code", "--backend", "memory", "--imports", "json"], "has no list of modules"),
         (["--env", "shell", "--backend", "memory"], "runs in a sandbox"),

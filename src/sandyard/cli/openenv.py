@@ -24,7 +24,8 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     env: Annotated[
-        str, typer.Option(help="code, shell, echo, blackjack, guessing, maze, or module:Class of an Env")
+        str,
+        typer.Option(help="code, shell, echo, blackjack, guessing, maze, reasoning/DATASET, or module:Class of an Env"),
     ] = "code",
     backend: Annotated[
         str | None, typer.Option(help="what runs the programs of the code env [CODE_RL_BACKEND, else sandbox]")

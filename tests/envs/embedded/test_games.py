@@ -174,3 +174,27 @@ async def test_walls_cost_turns_and_turns_end() -> None:
     assert (results[-1].truncated, results[-1].reward) == (True, 0.0)
     with pytest.raises(BadRequest, match="size"):
         MazeEnv(size=1)
+
+
+@pytest.mark.parametrize("natural", [False, True])
+async def test_blackjack_beside_gymnasiums(natural: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cards to both: the same hands, ends and rewards. Theirs draws the player's first hand first."""
+    theirs = pytest.importorskip("gymnasium.envs.toy_text.blackjack")
+    cards: list[int] = []
+    monkeypatch.setattr(theirs, "draw_card", lambda np_random: cards.pop())
+    for seed in range(300):
+        chance = random.Random(seed)
+        deck = [chance.choice(DECK) for _ in range(60)]
+        ours, peer = BlackjackEnv(natural=natural), theirs.BlackjackEnv(natural=natural)
+        await ours.reset(seeded(seed))
+        cards = list(deck)
+        peer.reset()
+        ours.player, ours.dealer = list(peer.player), list(peer.dealer)
+        monkeypatch.setattr(ours, "_draw", list(cards).pop)
+        done = False
+        while not done:
+            hit = hand_value(ours.player) < 17 and chance.random() < 0.9
+            result = await ours.step("hit" if hit else "stand", {})
+            _, reward, done, _, _ = peer.step(int(hit))
+            assert (ours.player, ours.dealer, result.done) == (peer.player, peer.dealer, done)
+            assert (result.reward or 0.0) == reward

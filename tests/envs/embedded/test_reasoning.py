@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -63,13 +64,21 @@ async def test_a_scorer_that_runs_the_answer_is_refused(capsys: pytest.CaptureFi
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # a file that a data set of the library leaves open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_most_data_sets_can_be_played() -> None:
+async def test_most_data_sets_can_be_played_and_none_runs_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAN", raising=False)
     refused = {}
     for dataset in DATASETS:
         try:
-            ReasoningEnv(dataset)
+            env = ReasoningEnv(dataset)
         except BadRequest as error:
             refused[dataset] = str(error)
+            continue
+        await env.reset(seeded(1))
+        result = await env.step("answer", {"answer": "__import__('os').environ.__setitem__('RAN', '1')"})
+        assert result.reward is not None, dataset
+        # One asks for a yes or no and takes whatever is no yes for a no.
+        assert 0 <= result.reward < 1 or dataset == "game_of_life_halting", dataset
+        assert "RAN" not in os.environ, dataset
     assert len(DATASETS) - len(refused) > 80, refused
     assert all("evaluating" in why for name, why in refused.items() if name != "composite"), refused
 
@@ -80,19 +89,31 @@ def test_a_composite_of_such_data_sets_is_refused_too() -> None:
         ReasoningEnv("composite", datasets=parts)
 
 
-async def test_a_scorer_that_fails_is_not_the_policys_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "answer"), [("prime_factorization", "nan"), ("boxnet", "[1]"), ("coin_flip", "1e999")]
+)
+async def test_an_answer_that_a_scorer_chokes_on_is_a_wrong_one(dataset: str, answer: str) -> None:
+    """Else a policy that fears a low score would have itself left out of its group."""
+    env = ReasoningEnv(dataset)
+    await env.reset(seeded(1))
+    result = await env.step("answer", {"answer": answer})
+    assert (result.reward, result.terminated) == (0.0, True)
+
+
+@pytest.mark.parametrize("outcome", [float("nan"), ZeroDivisionError("x")])
+async def test_a_scorer_that_fails_on_its_own_answer_is_not_the_policys_doing(
+    outcome: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score(*_: object) -> object:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
     env = ReasoningEnv("chain_sum")
     await env.reset(seeded(0))
-    for outcome in (float("nan"), ZeroDivisionError("x")):
-
-        def score(*_: object, outcome: object = outcome) -> object:
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-
-        monkeypatch.setattr(env._puzzles, "score_answer", score)
-        with pytest.raises(VerifierError, match="chain_sum"):
-            await env.step("answer", {"answer": "1"})
+    monkeypatch.setattr(env._puzzles, "score_answer", score)
+    with pytest.raises(VerifierError, match="chain_sum"):
+        await env.step("answer", {"answer": "1"})
 
 
 def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ _EVALUATES = re.compile(r"\b(parse_expr|sympify|eval|exec)\(")
 
 
 class ReasoningEnv(GameEnv):
-    """`answer(answer)`, once: the reward is the data set's own score, in [0, 1].
+    """`answer(answer)`, once: the reward is the data set's own score, in [0, 1], and 0 for an answer that the
+    scorer chokes on; `VerifierError` where it chokes on the data set's own answer too.
 
     `options` are those of the data set (sizes, ranges). The seed of the task is that of its entry. Raises
     `ConfigError` where reasoning-gym is not installed, `BadRequest` for a data set or options that it does not
@@ -63,14 +64,19 @@ class ReasoningEnv(GameEnv):
             raise BadRequest(f"reasoning-gym data set {self.dataset!r}: {error}", field="dataset") from error
 
     def _answer(self, text: str) -> StepResult:
+        score = self._score(text)
+        if score is None and self._score(self._entry["answer"]) is None:
+            raise VerifierError(f"the scorer of data set {self.dataset!r} fails on the data set's own answer")
+        self.submit(text)
+        return StepResult("Answered.", reward=min(1.0, max(0.0, score or 0.0)), terminated=True)
+
+    def _score(self, text: object) -> float | None:
+        """None where the scorer fails: many do so on an answer that is not of the form they expect."""
         try:
             score = float(self._puzzles.score_answer(text, self._entry))
-        except Exception as error:  # a scorer's own fault, of any kind, is no answer's
-            raise VerifierError(f"the scorer of data set {self.dataset!r} failed: {error!r}") from error
-        if not math.isfinite(score):
-            raise VerifierError(f"the scorer of data set {self.dataset!r} gave {score}")
-        self.submit(text)
-        return StepResult("Answered.", reward=min(1.0, max(0.0, score)), terminated=True)
+        except Exception:  # noqa: BLE001 - of any kind; whose fault it is shows the data set's own answer
+            return None
+        return score if math.isfinite(score) else None
 
 
 def _reasoning_gym() -> ModuleType:

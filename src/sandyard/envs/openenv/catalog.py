@@ -14,6 +14,7 @@ from sandyard.envs.embedded.blackjack import BlackjackEnv
 from sandyard.envs.embedded.echo import EchoEnv
 from sandyard.envs.embedded.guessing import GuessingEnv
 from sandyard.envs.embedded.maze import MazeEnv
+from sandyard.envs.embedded.reasoning import ReasoningEnv
 from sandyard.envs.factory import EnvFactory
 from sandyard.errors import ConfigError
 
@@ -23,11 +24,12 @@ GAMES: dict[str, Callable[[], Env]] = {
     "guessing": GuessingEnv,
     "maze": MazeEnv,
 }
+_REASONING = "reasoning/"
 
 
 @dataclass(frozen=True, slots=True)
 class EnvSpec:
-    """`name`: `code`, `shell`, a game, or `module:Class` of an `Env` made without arguments.
+    """`name`: `code`, `shell`, a game, `reasoning/DATASET`, or `module:Class` of an `Env` made without arguments.
 
     `backend` is that of the code env; `imports` are the modules that its programs may use, where the
     back end has a list.
@@ -46,8 +48,10 @@ class EnvSpec:
             return _make_shell(self.backend)
         if self.name in GAMES:
             return GAMES[self.name]()
+        if self.name.startswith(_REASONING):
+            return ReasoningEnv(self.name.removeprefix(_REASONING))
         if ":" not in self.name:
-            known = ", ".join(("code", "shell", *GAMES))
+            known = ", ".join(("code", "shell", *GAMES, f"{_REASONING}DATASET"))
             raise ConfigError(f"there is no env {self.name!r}; known: {known}, or module:Class")
         return EnvFactory(self.name).make()
 
