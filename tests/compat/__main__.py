@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sandyard.errors import SandyardError
-from tests.compat import clients, harbor, js_sdk, openenv_parts, python_sdk
+from tests.compat import clients, harbor, js_sdk, openenv_parts, python_sdk, twinkle_parts
 from tests.compat.report import Row, console, say, show
 from tests.compat.workshop import ROOT, PartFailed, Workshop
 
@@ -24,6 +24,7 @@ PARTS: Mapping[str, Callable[[Workshop], list[Row]]] = {
     "interpreter": clients.run_interpreter,
     "harbor": harbor.run,
     "openenv": openenv_parts.run,
+    "twinkle": twinkle_parts.run,
 }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -22,13 +21,13 @@ from sandyard.envs.openenv.failures import ServerFault
 from sandyard.envs.openenv.server import OpenEnvServer, ServerOptions
 from sandyard.errors import CapacityError
 from sandyard.tasks.base import Task
+from tests.compat.outcomes import of_lines
 from tests.compat.report import Row
 from tests.compat.workshop import PartFailed, Workshop
 
 PART = "openenv"
 HERE = Path(__file__).parent
 PACKAGES = ("openenv==0.10.0", "openenv-core==0.3.0")  # of one import name: a venv each
-_LINE = re.compile(r"^(ok|FAIL)\s+([^\n]+)$", re.MULTILINE)
 _START_SECONDS = 120
 Check = Callable[[str], Awaitable[None]]
 
@@ -54,11 +53,11 @@ async def _client_against_ours(shop: Workshop, package: str, python: Path) -> Ro
         name = f"openenv-client-{package.replace('==', '-')}"
         script = HERE / "openenv_client.py"
         await asyncio.to_thread(shop.run, name, [python, script], env=env, limit=300.0, may_fail=True)
-    found = _LINE.findall((shop.logs / f"{name}.log").read_text(errors="replace"))
-    if not found:
+    passed, failed = of_lines(shop.logs / f"{name}.log")
+    total = len(passed) + len(failed)
+    if not total:
         raise PartFailed(f"{name}: it said nothing; see {shop.logs / f'{name}.log'}")
-    failed = [text for verdict, text in found if verdict == "FAIL"]
-    return Row(PART, f"{package} drives our server", len(found) - len(failed), len(found), len(found), left=failed)
+    return Row(PART, f"{package} drives our server", len(passed), total, total, left=failed)
 
 
 async def _ours_against_servers(package: str, python: Path) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 End = Literal["passed", "failed", "skipped"]
+_LINE = re.compile(r"^(ok|FAIL)\s+([^\n]+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,12 @@ def of_vitest(report: Path, checkout: Path) -> Outcomes:
             outcome = Outcome(end, "\n".join(case.get("failureMessages") or []))
             _keep_worse(found, f"{where}::{case['fullName']}", outcome)
     return found
+
+
+def of_lines(log: Path) -> tuple[list[str], list[str]]:
+    """What passed and what failed, of a script that prints `ok NAME` or `FAIL NAME: WHY` a line for each."""
+    found = _LINE.findall(log.read_text(errors="replace"))
+    return [text for verdict, text in found if verdict == "ok"], [text for verdict, text in found if verdict != "ok"]
 
 
 def count(outcomes: Outcomes, end: End) -> int:
