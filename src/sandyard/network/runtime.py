@@ -87,8 +87,14 @@ class NetworkedRuntime(Runtime):
     async def halted(self) -> Sequence[str]:
         return await self.inner.halted()
 
-    async def commit_halted(self, sandbox_id: str, target: Path) -> int:
-        return await self.inner.commit_halted(sandbox_id, target)
+    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
+        return await self.inner.commit_halted(sandbox_id, target, parent=parent)
+
+    def needs(self, layer: Path) -> Path | None:
+        return self.inner.needs(layer)
+
+    def slim(self, layer: Path) -> bool:
+        return self.inner.slim(layer)
 
     async def destroy(self, sandbox_id: str) -> None:
         try:

@@ -117,14 +117,15 @@ class Instance(ABC):
         """Let the processes go on. Idempotent."""
         raise Unsupported(f"{type(self).__name__} cannot resume a sandbox")
 
-    async def commit(self, target: Path, *, durable: bool = True) -> int:
+    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
         """Write what was changed above `spec.rootfs` to `target`, a new name: an immutable layer for
         other sandboxes' `Rootfs.layers`. Files only, no memory. Returns its bytes on the host's disk.
 
         All files are from one instant; a running sandbox stands still for that long and then goes
         on, a paused one stays paused. Atomic: on failure nothing is left at `target`. A `durable` layer
-        outlives a crash of the host once this returns. Raises `Unsupported`, or `SandboxError` (the host's
-        disk is full, …)."""
+        outlives a crash of the host once this returns. `parent` is the layer of an earlier commit of this
+        sandbox: `target` may then be kept as what changed since, and needs it (see `Runtime.needs`). Raises
+        `Unsupported`, or `SandboxError` (the host's disk is full, …)."""
         raise Unsupported(f"{type(self).__name__} cannot commit a sandbox's files")
 
 
@@ -166,9 +167,19 @@ class Runtime(ABC):
         Raises `CreateFailed`, and the sandbox is halted as before."""
         raise Unsupported(f"{type(self).__name__} cannot boot a halted sandbox")
 
-    async def commit_halted(self, sandbox_id: str, target: Path) -> int:
+    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
         """`Instance.commit` of a halted sandbox."""
         raise Unsupported(f"{type(self).__name__} cannot commit a halted sandbox's files")
+
+    def needs(self, layer: Path) -> Path | None:
+        """The layer that a committed one cannot be without, if it is kept as what differs from it. Everything whose
+        name is that of `layer`, a dot and more belongs to it. Blocking; raises `SandboxError` where it is damaged."""
+        return None
+
+    def slim(self, layer: Path) -> bool:
+        """Remove of a committed layer what can be made again and nobody wanted lately; whether something went. For
+        one that no sandbox stands on. Blocking."""
+        return False
 
     @abstractmethod
     async def destroy(self, sandbox_id: str) -> None:

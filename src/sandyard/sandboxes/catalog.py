@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sandyard.errors import BadRequest, Conflict, NotFound
-from sandyard.runtimes.base import Resources, Rootfs
+from sandyard.runtimes.base import Resources, Rootfs, Runtime
 from sandyard.sandboxes.model import new_id
 from sandyard.sandboxes.templates import TemplateSource, TemplateView
 from sandyard.store import BuildRecord, TagRecord, TemplateRecord
@@ -136,6 +136,7 @@ class Catalog:
         self._node: Sequence[Template] = ()
         self._node_views: dict[str, TemplateView] = {}
         self._node_read_at = -1e9
+        self._parents: dict[Path, Path] = {}  # of layers that are differences; they never change
         self._reserved: set[Path] = set()
 
     async def load(self) -> None:
@@ -298,16 +299,33 @@ class Catalog:
         finally:
             self._reserved.discard(path)
 
-    async def collect(self, in_use: Collection[Path] = ()) -> Sequence[Path]:
-        """Remove layers that no build names and that are not `in_use` (by sandboxes); their paths."""
+    async def collect(self, in_use: Collection[Path], runtime: Runtime) -> Sequence[Path]:
+        """Remove layers that no build names, that are not `in_use` (by sandboxes) and that no other one needs, and
+        what can be made again of those that only builds name; the paths that went. Raises `SandboxError` where it
+        cannot be known what a layer needs: then nothing goes."""
         if not self._layers.is_dir():
             return []
         named = {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
         kept = named | set(in_use) | self._reserved
+        kept |= self._needed(runtime, kept)  # not in a thread: what is kept must not change meanwhile
         # What is being written has its final name with something behind it.
         gone = [path for path in self._layers.iterdir() if path.with_name(path.name.partition(".")[0]) not in kept]
+        for path in gone:
+            self._parents.pop(path.with_name(path.name.partition(".")[0]), None)
         await asyncio.to_thread(_remove_all, gone)
+        for layer in kept - set(in_use) - self._reserved:
+            await asyncio.to_thread(runtime.slim, layer)
         return gone
+
+    def _needed(self, runtime: Runtime, layers: Collection[Path]) -> set[Path]:
+        """What these layers are kept as the difference to."""
+        found: set[Path] = set()
+        for layer in layers:
+            while (below := self._parents.get(layer) or runtime.needs(layer)) is not None and below not in found:
+                self._parents[layer] = below
+                found.add(below)
+                layer = below
+        return found
 
     # --- within ---
 

@@ -83,9 +83,10 @@ class Copying:
         self._known(sandbox.tenant, names)
         began = time.monotonic()
         # Whoever kills the sandbox meanwhile must not take what lies below from its copies.
-        below = sandbox.instance.spec.rootfs
-        with manager.quota.snapshot(sandbox), manager.catalog.new_layer() as path, manager.maker.holding(below):
-            rootfs, size = await self._commit(sandbox, path, durable=True)
+        below, parent = sandbox.instance.spec.rootfs, self._last_layer(sandbox)
+        held = replace(below, layers=[*below.layers, *([parent] if parent else [])])
+        with manager.quota.snapshot(sandbox), manager.catalog.new_layer() as path, manager.maker.holding(held):
+            rootfs, size = await self._commit(sandbox, path, durable=True, parent=parent)
             async with self._naming:  # two of one new name are one snapshot with two states
                 template = self._known(sandbox.tenant, names) or await manager.catalog.add_template(
                     sandbox.tenant, KIND, names, source=sandbox.id
@@ -116,7 +117,7 @@ class Copying:
         began = time.monotonic()
         with manager.catalog.new_layer() as path, manager.maker.holding(sandbox.instance.spec.rootfs):
             # Its children do not outlive a crash of the host; one that is halted brings its layers to the disk.
-            rootfs, _ = await self._commit(sandbox, path, durable=False)
+            rootfs, _ = await self._commit(sandbox, path, durable=False, parent=None)
             work = [asyncio.create_task(manager.spawn(sandbox, rootfs, seconds)) for _ in range(count)]
             try:
                 children = await asyncio.gather(*(_outcome(task) for task in work))
@@ -146,13 +147,25 @@ class Copying:
             raise NotFound(f"snapshot '{reference}' not found")
         return Snapshot(template, Reference.parse(reference).tag or DEFAULT_TAG, build)
 
-    async def _commit(self, sandbox: Sandbox, path: Path, *, durable: bool) -> tuple[Rootfs, int]:
+    async def _commit(self, sandbox: Sandbox, path: Path, *, durable: bool, parent: Path | None) -> tuple[Rootfs, int]:
         await self._manager.pausing.settle(sandbox)
         if not sandbox.state.alive:
             raise sandbox.death or NotFound(f"sandbox '{sandbox.id}' not found")
         rootfs = sandbox.instance.spec.rootfs
-        size = await sandbox.instance.commit(path, durable=durable)
+        size = await sandbox.instance.commit(path, durable=durable, parent=parent)
         return replace(rootfs, layers=[path, *rootfs.layers]), size
+
+    def _last_layer(self, sandbox: Sandbox) -> Path | None:
+        """What the last snapshot of its disk is, if there is one: the next needs to hold the difference only."""
+        layers = sandbox.instance.spec.rootfs.layers
+        made = [
+            build
+            for template in self._manager.catalog.all(sandbox.tenant)
+            if template.kind == KIND and template.tenant == sandbox.tenant
+            for build in template.builds.values()
+            if build.config.get("source") == sandbox.id and list(build.rootfs.layers[1:]) == list(layers)
+        ]
+        return max(made, key=lambda build: build.created_at).rootfs.layers[0] if made else None
 
     async def _drop_untagged(self, template: Template, build: Build) -> None:
         """A state that no tag names any more is nobody's; sandboxes that stand on it keep its layers."""

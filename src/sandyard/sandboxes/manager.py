@@ -468,7 +468,7 @@ class SandboxManager:
         in_use = self.layers_in_use()
         for holder in self.layer_holders:
             in_use.update(holder())
-        await self.catalog.collect(in_use)
+        await self.catalog.collect(in_use, self.runtime)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -192,3 +192,62 @@ async def _booted(kit: Kit) -> None:
         copy = await _on(kit, home / "one")
         expect(await kit.output("cat /old /new", agent=copy.agent) == "old\nnew", "files are missing")
         await _end(kit, copy)
+
+
+async def _successive(kit: Kit, home: Path, count: int) -> tuple[list[Path], list[int]]:
+    """Commits of one sandbox that each stand on the one before, and their bytes: a block more in each."""
+    layers: list[Path] = []
+    sizes: list[int] = []
+    for number in range(count):
+        await kit.output(f"head -c 65536 /dev/urandom > /data/{number}; echo {number} > /data/last; rm -f /data/gone")
+        await kit.output(f"echo {number} > /data/only{number}; rm -f /data/only{number - 1}")
+        sizes.append(await kit.sandbox.commit(home / f"c{number}", parent=layers[-1] if layers else None))
+        layers.append(home / f"c{number}")
+    return layers, sizes
+
+
+@check("a commit above an earlier one costs what changed, and is whole", own=True, needs="file_snapshot")
+async def _increments(kit: Kit) -> None:
+    await kit.output("mkdir /data; head -c 16777216 /dev/urandom > /data/big; echo x > /data/gone")
+    async with _layers() as home:
+        layers, sizes = await _successive(kit, home, 2)
+        expect(kit.runtime.name == "memory" or sizes[1] < sizes[0] / 8, f"they take {sizes} bytes")
+        show = "cd /data; ls; cat last; md5sum *"
+        wanted = await kit.output(show)
+        copy = await _on(kit, layers[1])
+        expect(await kit.output(show, agent=copy.agent) == wanted, "another state")
+        before = await _on(kit, layers[0])
+        expect(await kit.output("cat /data/last", agent=before.agent) == "0", "the first commit is another one now")
+        await _end(kit, copy, before)
+
+
+@check(
+    "many commits above each other each give their state, with no more than they need", own=True, needs="file_snapshot"
+)
+async def _deep(kit: Kit) -> None:
+    await kit.output("mkdir /data; head -c 4194304 /dev/urandom > /data/big")
+    async with _layers() as home:
+        layers, _ = await _successive(kit, home, 12)
+        for number in (11, 8, 3):
+            expect(_ancestors(kit, layers[number]) <= set(layers[:number]), f"{number} needs others")
+            copy = await _on(kit, layers[number])
+            got = await kit.output("cat /data/last; ls /data | wc -l", agent=copy.agent)
+            expect(got == f"{number}\n{number + 4}", f"commit {number} has {got!r}")
+            await _end(kit, copy)
+        for layer in layers[:-1]:  # what is in the way of nobody may go
+            if layer not in _ancestors(kit, layers[-1]):
+                for path in home.glob(f"{layer.name}*"):
+                    if path.name.partition(".")[0] == layer.name:
+                        path.unlink()
+        copy = await _on(kit, layers[-1])
+        expect(await kit.output("cat /data/last", agent=copy.agent) == "11", "it needed more than it said")
+        await _end(kit, copy)
+
+
+def _ancestors(kit: Kit, layer: Path) -> set[Path]:
+    found: set[Path] = set()
+    below = kit.runtime.needs(layer)
+    while below is not None:
+        found.add(below)
+        below = kit.runtime.needs(below)
+    return found

@@ -7,24 +7,23 @@ trusted as an ext4 image, because no sandbox ever writes to the device itself: o
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.container.disk import tree_bytes
+from sandyard.runtimes.container.increment import TooMuch, commit_increment, delta_of
+from sandyard.runtimes.deltas.extents import copy, extents
+from sandyard.runtimes.deltas.format import PARTIAL
 
-PARTIAL = ".part"  # what a copy is named until it is whole
 _BLKFLSBUF = 0x1261
-_FICLONE = 0x40049409
 _RESERVE_MB = 128  # what a commit leaves free on the host
-_CHUNK = 8 << 20
 _COMPARED = 1 << 20
 
 StandStill = Callable[[], AbstractContextManager[None]]
@@ -51,17 +50,20 @@ def wait_detached(image: Path, deadline: float) -> None:
         time.sleep(0.005)
 
 
-def commit(home: Path, target: Path, stand_still: StandStill | None, durable: bool) -> int:
+def commit(home: Path, target: Path, stand_still: StandStill | None, durable: bool, parent: Path | None) -> int:
     """Copy the disk below `home` to `target`, and return the bytes that takes. Blocking.
 
-    `stand_still` opens a context in which no process of the sandbox runs; None: it has none. Raises
-    `SandboxError`, with nothing left at `target`."""
-    if os.path.lexists(target):
+    `stand_still` opens a context in which no process of the sandbox runs; None: it has none. `parent`: a layer
+    that only the difference to is kept, where that is little. Raises `SandboxError`, with nothing left at `target`."""
+    if os.path.lexists(target) or os.path.lexists(delta_of(target)):
         raise SandboxError(f"commit of sandbox {home.name}: {target} exists already")
     partial = target.with_name(target.name + PARTIAL)
     try:
         image = home / "disk.img"
         if image.exists():
+            if parent is not None and not parent.is_dir():
+                with suppress(TooMuch):
+                    return _increment(image, target, parent, stand_still, durable)
             size = _image(image, partial, stand_still)
             if durable:
                 sync(partial)
@@ -93,7 +95,7 @@ def sync(path: Path) -> None:
 def sync_layers(layers: Sequence[Path]) -> None:
     """Bring layers that were committed to the host's disk; costs little for those that are. Blocking."""
     for layer in layers:
-        if layer.is_file():
+        if layer.is_file() and not delta_of(layer).exists():  # what can be made again needs no disk
             sync(layer)
             sync(layer.parent)
 
@@ -105,17 +107,35 @@ def sync_tree(path: Path) -> None:
         raise SandboxError(f"sync of {path}: {done.stderr.strip()}")
 
 
-def _image(image: Path, partial: Path, stand_still: StandStill | None) -> int:
-    _check_room(partial.parent, image.stat().st_blocks * 512)
+def _increment(image: Path, target: Path, parent: Path, stand_still: StandStill | None, durable: bool) -> int:
+    _check_room(target.parent, 0)
+    device = _device(image, stand_still)
+
+    def written() -> int:
+        if device is None:
+            return 0
+        _flush(device)
+        return _written(device)
+
+    return commit_increment(image, target, parent, stand_still, written, durable)
+
+
+def _device(image: Path, stand_still: StandStill | None) -> Path | None:
     device = loop_device(image)
     if (device is None) != (stand_still is None):
         raise SandboxError(f"{image}: {'no' if device is None else 'still a'} device shows it")
+    return device
+
+
+def _image(image: Path, partial: Path, stand_still: StandStill | None) -> int:
+    _check_room(partial.parent, image.stat().st_blocks * 512)
+    device = _device(image, stand_still)
     if device is None or stand_still is None:
-        _copy(image, partial)
+        copy(image, partial)
     else:
         _flush(device)
         written = _written(device)
-        _copy(image, partial)  # while it still runs: often it writes nothing meanwhile, and this was all
+        copy(image, partial)  # while it still runs: often it writes nothing meanwhile, and this was all
         with stand_still():
             _flush(device)
             if _written(device) != written:
@@ -143,33 +163,12 @@ def _check_room(where: Path, needed: int) -> None:
         raise SandboxError(f"no room for {needed >> 20} MiB at {where}", remedy="free disk space on the host")
 
 
-def _copy(source: Path, target: Path) -> None:
-    """A clone where the file system has them, else a copy of what is not a hole."""
-    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
-        os.fchmod(writer.fileno(), 0o400)
-        try:
-            fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
-            return
-        except OSError:  # this file system has no clones, or not between these two
-            _copy_data(reader.fileno(), writer.fileno())
-
-
-def _copy_data(reader: int, writer: int) -> None:
-    os.ftruncate(writer, os.fstat(reader).st_size)
-    for at, hole in _extents(reader):
-        while at < hole:
-            done = os.copy_file_range(reader, writer, min(_CHUNK, hole - at), at, at)
-            if done == 0:
-                raise OSError(f"the image ended at {at} of {hole} bytes")
-            at += done
-
-
 def _copy_again(source: Path, target: Path) -> None:
     """Bring a copy up to date: what is the same is read and left, which is faster than writing it."""
     ours, theirs = bytearray(_COMPARED), bytearray(_COMPARED)
     target.chmod(0o600)
     with open(source, "rb", buffering=0) as reader, open(target, "r+b", buffering=0) as writer:
-        for start, hole in _extents(reader.fileno()):
+        for start, hole in extents(reader.fileno()):
             for at in range(start, hole, _COMPARED):
                 size = min(_COMPARED, hole - at)
                 wanted = memoryview(ours)[:size]
@@ -179,21 +178,6 @@ def _copy_again(source: Path, target: Path) -> None:
                     os.pwrite(writer.fileno(), wanted, at)
                     theirs[:] = ours
     target.chmod(0o400)
-
-
-def _extents(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Where a file has data: begin and end of each piece between holes."""
-    at, end = 0, os.fstat(descriptor).st_size
-    while at < end:
-        try:
-            at = os.lseek(descriptor, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
-                return
-            raise
-        hole = os.lseek(descriptor, at, os.SEEK_HOLE)
-        yield at, hole
-        at = hole
 
 
 def _tree(upper: Path, partial: Path) -> None:

@@ -71,8 +71,8 @@ class ContainerInstance(Instance):
     async def resume(self) -> None:
         await self._runtime.resume(self)
 
-    async def commit(self, target: Path, *, durable: bool = True) -> int:
-        return await self._runtime.commit(self, target, durable=durable)
+    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
+        return await self._runtime.commit(self, target, durable=durable, parent=parent)
 
     def kill(self) -> None:
         """Kill PID 1; the kernel kills the rest of its pid namespace before it reports the death."""

@@ -25,6 +25,7 @@ from sandyard.runtimes.container.choice import Choice, Chooser
 from sandyard.runtimes.container.commit import commit, sync_layers
 from sandyard.runtimes.container.disk import Disks
 from sandyard.runtimes.container.halts import Halts
+from sandyard.runtimes.container.increment import exists, forget, parent_of, ready
 from sandyard.runtimes.container.instance import ContainerInstance
 from sandyard.runtimes.container.launch import Start, launcher_binary, start, stop_making
 from sandyard.runtimes.container.layout import (
@@ -187,7 +188,7 @@ class ContainerRuntime(Runtime):
             if not instance.linked:
                 await self._answer(instance)
 
-    async def commit(self, instance: ContainerInstance, target: Path, *, durable: bool) -> int:
+    async def commit(self, instance: ContainerInstance, target: Path, *, durable: bool, parent: Path | None) -> int:
         """`Instance.commit`."""
         spec = instance.spec
         if len(spec.rootfs.layers) >= MAX_LAYERS:
@@ -206,7 +207,8 @@ class ContainerRuntime(Runtime):
 
             if durable:  # it is nothing without what it stands on
                 await self.in_thread(sync_layers, spec.rootfs.layers)
-            return await self.in_thread(commit, self.layout.disks / spec.sandbox_id, target, stand_still, durable)
+            home = self.layout.disks / spec.sandbox_id
+            return await self.in_thread(commit, home, target, stand_still, durable, parent)
 
     async def halt(self, sandbox_id: str) -> None:
         async with self._lock(sandbox_id):
@@ -248,14 +250,20 @@ class ContainerRuntime(Runtime):
             self._instances[sandbox_id] = instance
             return instance
 
-    async def commit_halted(self, sandbox_id: str, target: Path) -> int:
+    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
         async with self._lock(sandbox_id):
             halt = self.halts.get(sandbox_id)
             if halt is None or not halt.complete:
                 raise SandboxError(f"sandbox {sandbox_id} is not halted")
             if len(halt.spec.rootfs.layers) >= MAX_LAYERS:
                 raise Unsupported(f"sandbox {sandbox_id} stands on {MAX_LAYERS} layers already; no more can be added")
-            return await self.in_thread(commit, self.layout.disks / sandbox_id, target, None, True)
+            return await self.in_thread(commit, self.layout.disks / sandbox_id, target, None, True, parent)
+
+    def needs(self, layer: Path) -> Path | None:
+        return parent_of(layer)
+
+    def slim(self, layer: Path) -> bool:
+        return forget(layer)
 
     async def destroy(self, sandbox_id: str) -> None:
         if not _ID.fullmatch(sandbox_id):
@@ -288,6 +296,10 @@ class ContainerRuntime(Runtime):
 
     def _start(self, choice: Choice, spec: SandboxSpec, used: bool) -> None:
         """`used`: on the disk it had before."""
+        try:
+            ready(spec.rootfs.layers)
+        except SandboxError as error:
+            raise CreateFailed("rootfs", error.message, remedy=error.remedy) from error
         home = self.layout.home(spec.sandbox_id)
         uid_base = self.settings.container.uid_base
         home.mkdir(mode=0o700)
@@ -423,7 +435,7 @@ def _check_layers(spec: SandboxSpec) -> None:
     if len(spec.rootfs.layers) > MAX_LAYERS:
         raise CreateFailed("rootfs", f"{len(spec.rootfs.layers)} layers, where {MAX_LAYERS} are the most")
     for layer in spec.rootfs.layers:
-        if not (layer.is_dir() or layer.is_file()):
+        if not exists(layer):
             raise CreateFailed("rootfs", f"layer {layer} is neither a directory nor an image")
 
 

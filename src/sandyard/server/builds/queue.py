@@ -201,7 +201,7 @@ class Builds:
         await asyncio.to_thread(self.cache.shrink, limit, named, home)
         await self._save_cache()
         held = {layer for holder in self._manager.layer_holders for layer in holder()}
-        await self._catalog.collect(held | self._manager.layers_in_use())
+        await self._catalog.collect(held | self._manager.layers_in_use(), self._manager.runtime)
 
     async def _retire(self, now: float) -> None:
         """Give up builds that were never begun, and forget those that failed or lost their tags long ago."""
