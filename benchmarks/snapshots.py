@@ -14,6 +14,7 @@ from benchmarks.measure import Figure, Report, timed
 from sandyard.connection import Connection
 
 WRITTEN = 64 << 20
+MUCH, LITTLE = 900 << 20, 1 << 20
 CHILDREN = 16
 COPY = f"cp of {WRITTEN >> 20} MiB"
 # Prints the longest gap between two looks at the clock, in milliseconds, once its stdin ends.
@@ -40,6 +41,7 @@ def standing_still(report: Report, connection: Connection, home: Path, rounds: i
         _forks(report, box)
     finally:
         box.kill()
+    _increments(report, connection, home, max(rounds // 4, 3))
 
 
 def _peer(report: Report, home: Path) -> None:
@@ -89,6 +91,48 @@ def _snapshots(report: Report, box: Sandbox, connection: Connection, rounds: int
     report.add(Figure(name, taken, peer=COPY, note="on the host's disk when answered"))
     report.add(Figure("  of that, standing still", still, note=f"as seen inside; {quiet:.1f} ms with no snapshot"))
     report.add(Figure("create from a snapshot", started))
+
+
+def _increments(report: Report, connection: Connection, home: Path, rounds: int) -> None:
+    """Snapshots of a sandbox that has written much, and little since the last one."""
+    options = connection.sdk_options()
+    box = Sandbox.create("base", timeout=600, **options)
+    made: list[str] = []
+    taken: list[float] = []
+    still: list[float] = []
+    costs: list[float] = []
+    started: list[float] = []
+    again: list[float] = []
+    try:
+        box.commands.run(f"head -c {MUCH} /dev/urandom > much", timeout=120)
+        first = timed(lambda: made.append(box.create_snapshot().snapshot_id), 1, 0)
+        for _ in range(rounds):
+            box.commands.run(f"head -c {LITTLE} /dev/urandom > little")
+            before = _used(home)
+            ticks = box.commands.run(f"python3 -c '{_TICKS}'", background=True, stdin=True)
+            time.sleep(0.3)
+            taken += timed(lambda: made.append(box.create_snapshot().snapshot_id), 1, 0)
+            still.append(_gap(box, ticks))
+            costs.append((_used(home) - before) / (1 << 20))
+        for times in (started, again):
+            copies: list[Sandbox] = []
+            times += timed(lambda: copies.append(Sandbox.create(made[-1], timeout=60, **options)), 1, 0)  # noqa: B023
+            copies[0].kill()
+    finally:
+        box.kill()
+        for snapshot in made:
+            Sandbox.delete_snapshot(snapshot, **options)
+    megabytes = f"{max(costs):.1f} MiB of disk each" if costs else ""
+    report.add(Figure(f"first snapshot, {MUCH >> 20} MiB written", first))
+    report.add(Figure(f"next ones, {LITTLE >> 20} MiB changed", taken, note=megabytes))
+    report.add(Figure("  of that, standing still", still, note="as seen inside"))
+    report.add(Figure("create from such a one, first", started, note="its image is put together"))
+    report.add(Figure("create from such a one, again", again))
+
+
+def _used(home: Path) -> int:
+    """Bytes on disk of the layers below a node's state."""
+    return sum(path.stat().st_blocks * 512 for path in home.rglob("layers/*") if path.is_file())
 
 
 def _gap(box: Sandbox, ticks: object) -> float:
