@@ -217,6 +217,19 @@ async def test_seeds_are_those_of_the_task_else_of_the_slot(open_pool: OpenPool)
     assert all(0 <= int(number) < 1 << 31 for number in drawn)
 
 
+async def test_every_episode_of_a_slot_has_a_seed_of_its_own(open_pool: OpenPool) -> None:
+    tell = [SlotCall(0, "seed")]
+    async with open_pool(size=1) as pool:
+        one_by_one = []
+        for _ in range(3):
+            await pool.reset_batch([None])
+            one_by_one += await observed(pool, tell)
+    async with open_pool(size=1) as pool:
+        await pool.reset_batch([None, None], [0, 0])
+        assert await observed(pool, tell) == one_by_one[1:2]
+    assert len(set(one_by_one)) == 3
+
+
 @pytest.mark.parametrize(
     ("factory", "where"),
     [

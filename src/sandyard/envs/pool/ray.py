@@ -103,6 +103,7 @@ def _start(ray: Any, cpus: int) -> str:
                 _temp_dir=directory,
             )
     except BaseException as error:
+        ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
         if isinstance(error, Exception):
             raise HostError(f"Ray did not start: {error}", remedy="unset ENV_REMOTE to run in this process") from error

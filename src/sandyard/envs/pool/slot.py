@@ -37,8 +37,8 @@ class Slot(Env):
         self._lock = asyncio.Lock()
 
     async def reset(self, task: Task | None = None) -> StepResult:
-        task = with_seed(task or Task("", ""), "pool", self._seed, self.number, self._episodes)
         async with self._lock:
+            task = with_seed(task or Task("", ""), "pool", self._seed, self.number, self._episodes)
             self._episodes += 1
             self._submission = None
             if self._doubtful:
