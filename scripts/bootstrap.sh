@@ -31,6 +31,8 @@ if [[ ,$extras, == *,dev,* ]]; then
   # networks are made with.
   missing=()
   command -v cc >/dev/null || missing+=(gcc libc6-dev)
+  # One of the puzzles' packages is compiled when it is installed.
+  "$python" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || missing+=(python3-dev)
   command -v runc >/dev/null || [ -x /usr/sbin/runc ] || missing+=(runc)
   command -v docker-registry >/dev/null || missing+=(docker-registry)
   command -v busybox >/dev/null || missing+=(busybox-static)
