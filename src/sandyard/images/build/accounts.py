@@ -43,7 +43,7 @@ async def ensure_user(agent: Agent, name: str) -> bool:
         shadow = await _lines(agent, "/etc/shadow")
         if not any(line.startswith(f"{name}:") for line in shadow):
             await _write(agent, "/etc/shadow", [*shadow, f"{name}:!:19000:0:99999:7:::"], 0o640)
-    await make_dir(agent, "/home", "root")
+    await make_dir(agent, "/home", "0:0")
     await make_dir(agent, home, name)
     return True
 
@@ -135,4 +135,4 @@ async def _lines(agent: Agent, path: str) -> list[str]:
 
 async def _write(agent: Agent, path: str, lines: list[str], mode: int) -> None:
     text = "".join(f"{line}\n" for line in lines)
-    await agent.write_file(path, text.encode("utf-8", "surrogateescape"), "root", mode)
+    await agent.write_file(path, text.encode("utf-8", "surrogateescape"), "0:0", mode)

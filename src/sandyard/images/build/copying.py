@@ -114,8 +114,8 @@ class _Job:
     async def by_tar(self, gnu: bool) -> int:
         options = ["--no-overwrite-dir", "--keep-directory-symlink", "--numeric-owner"] if gnu else []
         argv = ["tar", "-x", "-p", *options, "-f", "-", "-C", self.directory]
-        process = await self.agent.spawn(ProcessSpec(argv, user="root", cwd="/", stdin=True))
-        listening = asyncio.create_task(_last_words(process))
+        process = await self.agent.spawn(ProcessSpec(argv, cwd="/", stdin=True))
+        listening = asyncio.create_task(last_words(process))
         try:
             with suppress(GuestError):  # tar ended before its input did: its own words say why
                 async for data in self._stream(gnu):
@@ -162,7 +162,7 @@ class _Job:
         return self.count
 
 
-async def _last_words(process: Process) -> str:
+async def last_words(process: Process) -> str:
     """The first line of the last that a process said."""
     said = b""
     async for _, data in process.output():

@@ -38,6 +38,11 @@ async def run_shell(agent: Agent, command: str, state: State, user: str, log: Lo
         process = await start_shell(agent, command, state, user)
     except GuestError as error:
         raise BuildFailed(step, f"failed to run command '{shown}': {_refusal(error, user, state)}") from error
+    await watch(process, log, step, f"failed to run command '{shown}': ")
+
+
+async def watch(process: Process, log: Log, step: str, prefix: str = "") -> None:
+    """A command to its end, each line of output logged. Raises `BuildFailed`, as `run_shell` does."""
     lines = Lines(log, step)
     try:
         await lines.take(process)
@@ -46,7 +51,7 @@ async def run_shell(agent: Agent, command: str, state: State, user: str, log: Lo
         await end(process)
         raise
     if status != ExitStatus(code=0):
-        failure = BuildFailed(step, f"failed to run command '{shown}': {describe(status)}")
+        failure = BuildFailed(step, f"{prefix}{describe(status)}")
         failure.network_missed = lines.network_missed
         raise failure
 
@@ -65,7 +70,7 @@ async def end(process: Process) -> None:
 
 async def output_of(agent: Agent, *argv: str) -> tuple[ExitStatus, bytes]:
     """What a command of root says, at most 64 KiB of it. Raises `GuestError` where it cannot start."""
-    process = await agent.spawn(ProcessSpec(argv, user="root", cwd="/"))
+    process = await agent.spawn(ProcessSpec(argv, cwd="/"))
     said = b""
     async for _, data in process.output():
         said = (said + data)[:65536]

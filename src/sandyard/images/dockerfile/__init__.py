@@ -1,0 +1,8 @@
+"""Builds of Dockerfiles: the text, the plan of each stage, the work in sandboxes, the files of the build context."""
+
+from __future__ import annotations
+
+from sandyard.images.dockerfile.build import DockerBuild, FindBase, Recipe
+from sandyard.images.dockerfile.syntax import Dockerfile, DockerfileError, parse
+
+__all__ = ["DockerBuild", "Dockerfile", "DockerfileError", "FindBase", "Recipe", "parse"]
