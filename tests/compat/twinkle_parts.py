@@ -13,8 +13,10 @@ PACKAGE = "twinkle-kit==0.5.1"
 
 
 def run(shop: Workshop) -> list[Row]:
-    # Its pins are older than what our own environment holds; of ours, the modules of envs need jsonschema.
-    python = shop.venv("twinkle", [PACKAGE, "jsonschema>=4.23"])
+    # Its pins are older than what our own environment holds; of ours, the modules of envs need jsonschema. The
+    # torch is our own: the newest may be a build of some gigabytes.
+    torch = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    python = shop.venv("twinkle", [PACKAGE, "jsonschema>=4.23", torch])
     script = Path(__file__).parent / "twinkle_env.py"
     where = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     shop.run("twinkle", [python, script], env=where, limit=300.0, may_fail=True)
