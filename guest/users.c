@@ -159,7 +159,7 @@ int user_find(const char *spec, struct user *user)
 		set(user->shell, sizeof user->shell, *fields[6] ? fields[6] : "/bin/sh");
 		if (!number(fields[2], &user->uid) || !number(fields[3], &user->gid))
 			return -1;
-	} else if (numeric) {
+	} else if (numeric || strcmp(name, "root") == 0) { /* in an image without such a file, too */
 		user->uid = uid;
 		set(user->name, sizeof user->name, uid ? name : "root");
 		set(user->home, sizeof user->home, uid ? "/" : "/root");

@@ -25,6 +25,7 @@ NOUNS = (
     "sandbox",
     "snapshot",
     "template",
+    "pull",
     "train",
     "evaluate",
     "openenv",

@@ -56,7 +56,8 @@ async def _setup(what: What, settings: Settings, lines: SetupLines) -> None:
 class SetupLines:
     """Prints each stage as it begins and ends, and of what lies between one line every few seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str = "setup") -> None:
+        self._verb = verb
         self._started = time.monotonic()
         self._last = 0.0
 
@@ -66,5 +67,5 @@ class SetupLines:
             return
         self._last = now
         percent = f" {fraction:.0%}" if fraction not in (None, 0.0, 1.0) else ""
-        stdout.print(f"[bold]\\[setup][/bold] {now - self._started:5.1f} s  ", end="")
+        stdout.print(f"[bold]\\[{self._verb}][/bold] {now - self._started:5.1f} s  ", end="")
         stdout.print(f"{stage}{percent}: {line}", markup=False)

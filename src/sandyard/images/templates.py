@@ -147,8 +147,9 @@ class TemplateStore:
             finally:
                 shutil.rmtree(scratch, ignore_errors=False)
 
-    def install(self, name: str, rootfs: Path, origin: Origin) -> Template:
-        """Make a finished tree (or a layer that a runtime made) the current template `name`. Call inside `building`.
+    def install(self, name: str, rootfs: Path | None, origin: Origin) -> Template:
+        """Make a finished tree (or a layer that a runtime made) the current template `name`, or what `origin.below`
+        has where there is none. Call inside `building`.
 
         The one before stays, since sandboxes may run from it, and so do those that other templates are
         made from; what is older goes.
@@ -158,7 +159,8 @@ class TemplateStore:
         template_id = os.urandom(8).hex()
         home = self.home / name
         (home / template_id).mkdir(mode=0o711, parents=True)
-        rootfs.rename(home / template_id / "rootfs")
+        if rootfs is not None:
+            rootfs.rename(home / template_id / "rootfs")
         record: dict[str, Any] = {
             "name": name,
             "template_id": template_id,
@@ -169,7 +171,8 @@ class TemplateStore:
             "env": dict(origin.env),
             "workdir": origin.workdir,
             "user": origin.user,
-            "below": [str(layer.relative_to(self.home)) for layer in origin.below],
+            "own": rootfs is not None,
+            "below": [os.path.relpath(layer, self.home) for layer in origin.below],
             "aliases": list(origin.aliases),
             "start_cmd": origin.start_cmd,
             "ready_cmd": origin.ready_cmd,
@@ -193,8 +196,8 @@ class TemplateStore:
         return template if all(layer.exists() for layer in template.rootfs.layers) else None
 
     def _parse(self, record: Mapping[str, Any]) -> Template:
-        layers = [self.home / record["name"] / record["template_id"] / "rootfs"]
-        layers += [self.home / name for name in record.get("below", ())]
+        layers = [self.home / record["name"] / record["template_id"] / "rootfs"] if record.get("own", True) else []
+        layers += [Path(os.path.normpath(self.home / name)) for name in record.get("below", ())]
         return Template(
             name=record["name"],
             template_id=record["template_id"],
