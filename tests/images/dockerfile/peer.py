@@ -88,6 +88,7 @@ class Buildah:
         base = ["--isolation", "chroot", "--layers=false", "--pull-never", "--format", "docker", *options]
         self._call("bud", *base, "-f", str(context / "Dockerfile"), "-t", name, str(context))
         config = json.loads(self._call("inspect", "--type", "image", name))["Docker"]["config"]
+        config["Labels"] = {name: value for name, value in (config["Labels"] or {}).items() if "buildah" not in name}
         container = self._call("from", "--pull-never", name).strip()
         try:
             mounted = self._call("mount", container).strip()

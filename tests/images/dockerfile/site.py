@@ -12,6 +12,7 @@ from pathlib import Path
 from sandyard.guest.base import Channel, ProcessSpec
 from sandyard.images.build import Base, Built
 from sandyard.images.build.base import BASE_STEP, BuildFailed
+from sandyard.images.build.expand import DEFAULT_PATH
 from sandyard.images.dockerfile import DockerBuild, Recipe, parse
 from sandyard.images.dockerfile.config import ImageSettings
 from sandyard.images.dockerfile.context import ignored, pack, scan, select, sources
@@ -45,7 +46,7 @@ class Site:
         else:
             subprocess.run(["cp", "-a", str(root), str(tree)], check=True)
         shift_tree(tree, self._uid_base)
-        self.bases[name] = Base(Rootfs([tree]), name, name, oci={"Env": [f"PATH={os.defpath}"]})
+        self.bases[name] = Base(Rootfs([tree]), name, name, oci={"Env": [f"PATH={DEFAULT_PATH}"]})
 
     async def find(self, name: str) -> Base:
         if name not in self.bases:

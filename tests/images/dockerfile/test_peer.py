@@ -6,7 +6,6 @@ Where buildah departs from Docker's documented behaviour, `DEPARTURES` says how;
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +20,23 @@ pytestmark = [
 ]
 CASES = sorted(path.name for path in (Path(__file__).parent.parent / "dockerfiles").iterdir())
 KEYS = ("Env", "WorkingDir", "User", "Entrypoint", "Cmd", "Labels", "ExposedPorts", "Volumes", "Healthcheck", "Shell")
-# Names that differ, and why.
-DEPARTURES: dict[str, dict[str, str]] = {}
+# Where buildah 1.28 does not do what Docker documents: the names that differ, and Docker's words for what is done here.
+DEPARTURES: dict[str, dict[str, str]] = {
+    "10-shell": {"Cmd": "SHELL counts for commands in shell form that follow it, CMD too; buildah takes the last one"},
+    "15-escape-directive": {
+        "Env": "with escape=` a backslash is itself; buildah drops it",
+        "dir": "the same, in what a command was given",
+    },
+    "21-mounts": {
+        "mnt": "a mount is there for the command that asks for it; buildah leaves the directory that it mounted on",
+        "file.txt": "the same",
+        "scratch": "the same",
+        "var/cache": "the same",
+        "var/cache/things": "the same",
+        "mnt/out": "the same",
+    },
+}
+UNKNOWN = {"20-heredocs"}  # to buildah 1.28; what Docker documents of these is asserted in test_builds.py
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +47,17 @@ def peer(tmp_path_factory: pytest.TempPathFactory, roots: dict[str, Path]) -> Bu
     return made
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in UNKNOWN])
 async def test_the_same_as_buildah(case: str, site: Site, peer: Buildah) -> None:
     context = Path(__file__).parent.parent / "dockerfiles" / case
     rootfs, settings = await site.stage(site.recipe(context))
     theirs = peer.build(context)
     allowed = DEPARTURES.get(case, {})
     found = differences(read(await site.files(rootfs)), read(theirs.files))
-    assert [line for line in found if line.partition(":")[0] not in allowed] == []
     ours = settings.oci()
-    for key in KEYS:
-        if key not in allowed:
-            assert _plain(ours.get(key)) == _plain(theirs.config.get(key)), key
-
-
-def _plain(value: Any) -> Any:
-    return value or None
+    found += [
+        f"{key}: {ours.get(key)} here, {theirs.config.get(key)} there"
+        for key in KEYS
+        if (ours.get(key) or None) != (theirs.config.get(key) or None)
+    ]
+    assert [line for line in found if line.partition(":")[0] not in allowed] == []

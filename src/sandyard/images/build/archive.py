@@ -41,15 +41,15 @@ def source_root(pattern: str) -> str:
     return "/".join(parts)
 
 
-def pick(archive: Path, root: str) -> Generator[Picked, None, None]:
-    """Entries at or below `root`, in their order. Blocking.
+def pick(archive: Path, root: str, *, root_too: bool = False) -> Generator[Picked, None, None]:
+    """Entries at or below `root`, in their order; of a directory at `root` only if `root_too`. Blocking.
 
     Raises `BadRequest` for an archive that cannot be read and for names that leave it."""
     try:
         with tarfile.open(archive, "r|*", tarinfo=StrangeEntry) as tar:
             for member in entries(tar, MAX_ENTRIES):
                 name = _below("/".join(clean(member.name)), root)
-                if name is None or (not name and member.isdir()):
+                if name is None or (not name and member.isdir() and not root_too):
                     continue
                 if member.islnk():
                     member.linkname = _link_target(member, root)

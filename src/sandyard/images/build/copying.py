@@ -7,7 +7,7 @@ import posixpath
 import shlex
 from collections.abc import AsyncIterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sandyard.errors import GuestError, GuestErrorCode
@@ -48,14 +48,17 @@ async def copy_files(agent: Agent, archive: Path, wanted: Copy) -> int:
         return await _write(_Job(agent, reader, first, directory, rename, wanted))
 
 
-async def write_entries(agent: Agent, reader: Reader, owner: tuple[int, int] | None, mode: int | None) -> int:
+async def write_entries(
+    agent: Agent, reader: Reader, owner: tuple[int, int] | None, mode: int | None, *, archive_wins: bool = False
+) -> int:
     """Write entries whose names are those of their destinations, without the first slash; how many they were.
 
-    As `copy_files` does: directories merge, what is there keeps its owner and mode. Raises the same."""
+    As `copy_files` does: directories merge, and what is there keeps its owner and mode, unless `archive_wins`.
+    Raises the same."""
     first = await asyncio.to_thread(reader.entry)
     if first is None:
         return 0
-    return await _write(_Job(agent, reader, first, "/", None, Copy("", "/", owner, mode)))
+    return await _write(_Job(agent, reader, first, "/", None, Copy("", "/", owner, mode), archive_wins))
 
 
 def owner_text(owner: tuple[int, int]) -> str:
@@ -96,7 +99,9 @@ class _Job:
     directory: str
     rename: str | None
     wanted: Copy
+    archive_wins: bool = False
     count: int = 0
+    links: dict[str, list[str]] = field(default_factory=dict)  # by owner: those that tar leaves to root
 
     async def entries(self) -> AsyncIterator[tuple[Picked, str]]:
         """Each entry with its name below the directory."""
@@ -112,7 +117,8 @@ class _Job:
             yield data
 
     async def by_tar(self, gnu: bool) -> int:
-        options = ["--no-overwrite-dir", "--keep-directory-symlink", "--numeric-owner"] if gnu else []
+        options = ["--keep-directory-symlink", "--numeric-owner"] if gnu else []
+        options += ["--no-overwrite-dir"] if gnu and not self.archive_wins else []
         argv = ["tar", "-x", "-p", *options, "-f", "-", "-C", self.directory]
         process = await self.agent.spawn(ProcessSpec(argv, cwd="/", stdin=True))
         listening = asyncio.create_task(last_words(process))
@@ -129,14 +135,20 @@ class _Job:
             raise
         if status != ExitStatus(code=0):
             raise CopyFailed(f"tar in the sandbox failed: {words or describe(status)}")
+        for owner, paths in self.links.items():
+            await _own_links(self.agent, owner, paths)
         return self.count
 
     async def _stream(self, gnu: bool) -> AsyncIterator[bytes]:
         batch = bytearray()
         async for entry, name in self.entries():
             # GNU tar leaves a directory that is there alone; others would give it the archive's mode.
-            if entry.member.isdir() and not gnu and await is_dir(self.agent, posixpath.join(self.directory, name)):
+            kept = not gnu and not self.archive_wins
+            if entry.member.isdir() and kept and await is_dir(self.agent, posixpath.join(self.directory, name)):
                 continue
+            owner = self.wanted.owner or (entry.member.uid, entry.member.gid)
+            if entry.member.issym() and not gnu and owner != (0, 0):
+                self.links.setdefault(owner_text(owner), []).append(posixpath.join(self.directory, name))
             batch += header(entry, name, self.wanted.owner, self.wanted.mode)
             async for data in self.content(entry, padded=True):
                 batch += data
@@ -169,6 +181,16 @@ async def last_words(process: Process) -> str:
         said = (said + data)[-4096:]
     lines = said.decode("utf-8", "replace").strip().splitlines()
     return lines[0] if lines else ""
+
+
+async def _own_links(agent: Agent, owner: str, paths: list[str]) -> None:
+    for at in range(0, len(paths), 256):
+        try:
+            await output_of(agent, "chown", "-h", owner, *paths[at : at + 256])
+        except GuestError as error:
+            if error.code is not GuestErrorCode.NOT_FOUND:
+                raise
+            return  # an image without chown: its links are root's
 
 
 async def _link(agent: Agent, entry: Picked, path: str, directory: str) -> None:

@@ -55,10 +55,11 @@ async def put(agent: Agent, supply: Supply, wanted: Put, scratch: Path, limit: i
             inner = await _unpackable(supply, each, scratch) if wanted.unpack else None
             if inner is not None:
                 await make_dir(agent, target or "/", owner_text(given or (0, 0)))
-                count += await _write(agent, _within(inner, target, limit), given, wanted.mode)
+                count += await _write(agent, _within(inner, target, limit), given, wanted.mode, archive_wins=True)
                 await asyncio.to_thread(inner.unlink)
                 continue
-            await _make_parents(agent, supply.tree, each, target, into, given or (0, 0))
+            folder = target if into or supply.tree.is_folder(each.path) else posixpath.dirname(target)
+            await make_dir(agent, folder or "/", owner_text(given or (0, 0)))
             _route(supply.tree, each, target, into, wanted.exclude, routes)
         count += await _write(agent, _routed(supply.archive, routes), owner, wanted.mode)
     return count
@@ -75,20 +76,15 @@ async def owner_of(agent: Agent, text: str) -> tuple[int, int]:
 
 
 async def _write(
-    agent: Agent, entries: Generator[Picked, None, None], owner: tuple[int, int] | None, mode: int | None
+    agent: Agent,
+    entries: Generator[Picked, None, None],
+    owner: tuple[int, int] | None,
+    mode: int | None,
+    *,
+    archive_wins: bool = False,
 ) -> int:
     with closing(Reader(entries)) as reader:
-        return await write_entries(agent, reader, owner, mode)
-
-
-async def _make_parents(
-    agent: Agent, tree: Tree, found: Found, target: str, into: bool, owner: tuple[int, int]
-) -> None:
-    named = tree.is_folder(found.path) and found.path in tree.nodes  # then its own entry makes the target
-    path = target if into and not named else posixpath.dirname(target) if named or not into else target
-    if tree.is_folder(found.path) and found.path not in tree.nodes:
-        path = target
-    await make_dir(agent, path or "/", owner_text(owner))
+        return await write_entries(agent, reader, owner, mode, archive_wins=archive_wins)
 
 
 def _route(
@@ -102,8 +98,6 @@ def _route(
             name = f"{base}/{found.name}" if into and base else found.name if into else base
             routes.setdefault(_content(tree, found.path), []).append(name)
         return
-    if found.path and base:
-        routes.setdefault(found.path, []).append(base)
     for path in tree.below(found.path):
         inner = path.removeprefix(f"{found.path}/") if found.path else path
         if hidden is None or not hidden.matches(inner):
@@ -133,14 +127,14 @@ def _routed(archive: Path, routes: Mapping[str, Sequence[str]]) -> Generator[Pic
 
 
 def _within(archive: Path, target: str, limit: int) -> Generator[Picked, None, None]:
-    """All entries of an archive, below the target."""
+    """All entries of an archive, below the target; what it says of its root is said of the target."""
     base = target.lstrip("/")
     size = 0
-    for entry in pick(archive, ""):
+    for entry in pick(archive, "", root_too=True):
         size += entry.member.size if entry.member.isreg() else 0
         if size > limit:
             raise BadRequest(f"the archive unpacks to more than {limit >> 20} MiB")
-        name = f"{base}/{entry.name}" if base else entry.name
+        name = "/".join(part for part in (base, entry.name) if part) or "."
         if entry.member.islnk() and base:
             entry.member.linkname = f"{base}/{entry.member.linkname}"
         yield replace(entry, name=name)
