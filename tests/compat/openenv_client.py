@@ -13,6 +13,7 @@ from openenv.core.client_types import StepResult
 from openenv.core.env_client import EnvClient
 from openenv.core.env_server.interfaces import Action, Observation, State
 from openenv.core.generic_client import GenericEnvClient
+from openenv.core.mcp_client import MCPToolClient
 
 CODE = os.environ["OPENENV_CODE_URL"]
 ECHO = os.environ["OPENENV_ECHO_URL"]
@@ -81,6 +82,24 @@ async def mcp_tools_as_steps() -> None:
         assert (over.done, over.reward) == (True, 1.0)
 
 
+async def the_tool_client() -> None:
+    """0.10 keeps a session over HTTP for its calls and joins it with its socket; 0.3 does all by its socket."""
+    async with MCPToolClient(base_url=ECHO) as env, MCPToolClient(base_url=ECHO) as other:
+        await env.reset()
+        await other.reset()
+        assert [tool.name for tool in await env.list_tools()] == ["echo", "stop"]
+        assert await env.call_tool("echo", message="hi") == "hi"
+        assert (await env.state()).step_count == 1
+        assert (await other.state()).step_count == 0
+
+
+async def seventeen_tool_clients_free_their_places() -> None:
+    for number in range(17):  # one more than the server has places
+        async with MCPToolClient(base_url=ECHO) as env:
+            await env.reset()
+            assert await env.call_tool("echo", message=f"{number}") == f"{number}"
+
+
 async def a_step_before_reset_is_refused() -> None:
     async with GenericEnvClient(base_url=ECHO) as env:
         await refused(env.step({"message": "hi"}), "reset")
@@ -113,6 +132,8 @@ CHECKS: list[Callable[[], Awaitable[None]]] = [
     a_typed_coding_client,
     the_generic_client_with_tools,
     mcp_tools_as_steps,
+    the_tool_client,
+    seventeen_tool_clients_free_their_places,
     a_step_before_reset_is_refused,
     sessions_are_apart,
     sixteen_episodes_one_after_another,

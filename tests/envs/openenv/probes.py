@@ -7,8 +7,9 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
+import httpx
 from websockets.asyncio.client import ClientConnection, connect
 
 from sandyard.envs.base import Env, Execution, StepResult, ToolSpec
@@ -117,10 +118,73 @@ class Raw:
         return str(answer["data"]["code"])
 
 
+class Caller:
+    """JSON-RPC over HTTP, a connection a call, as a client behind a pool does."""
+
+    def __init__(self, server: OpenEnvServer) -> None:
+        self._url = f"{server.url}/mcp"
+
+    async def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        body = {"jsonrpc": "2.0", "id": 5, "method": method, "params": params}
+        async with httpx.AsyncClient(timeout=20) as web:
+            answer = await web.post(self._url, json=body)
+        assert (answer.status_code, answer.json()["id"]) == (200, 5)
+        told: dict[str, Any] = answer.json()
+        return told
+
+    async def create(self) -> str:
+        return str((await self.ask("openenv/session/create"))["result"]["session_id"])
+
+    async def say(self, session: str, message: str) -> dict[str, Any]:
+        call: Mapping[str, Any] = {"name": "echo", "arguments": {"message": message}}
+        return await self.ask("tools/call", session_id=session, **call)
+
+
 @asynccontextmanager
 async def raw(server: OpenEnvServer, path: str = "/ws") -> AsyncIterator[Raw]:
     async with connect(server.url.replace("http", "ws") + path, compression=None, proxy=None) as socket:
         yield Raw(socket)
+
+
+class Cut:
+    """A relay to a server. `cut` is what a pulled cable does: nothing passes any more, and nobody is told."""
+
+    def __init__(self, target: str) -> None:
+        self._host, port = target.removeprefix("http://").split(":")
+        self._port = int(port)
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self._pumps: list[asyncio.Task[None]] = []
+        self.url = ""
+
+    def cut(self) -> None:
+        self._whole.clear()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Self]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            for pump in self._pumps:
+                pump.cancel()
+            await asyncio.gather(*self._pumps, return_exceptions=True)
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(self._host, self._port)
+        for pair in ((reader, back), (there, writer)):
+            self._pumps.append(asyncio.create_task(self._pump(*pair)))
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._whole.wait()
+                writer.write(data)
+            await self._whole.wait()
+        finally:
+            writer.close()
 
 
 async def until(condition: Any, seconds: float = 10.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sandyard.envs.openenv.client import OpenEnvClient
 from sandyard.envs.openenv.server import OpenEnvServer
-from tests.envs.openenv.probes import RESET, raw, serving, until
+from tests.envs.openenv.probes import RESET, Caller, raw, serving, until
 
 _WARM = 40
 
@@ -27,7 +27,15 @@ def resident(pid: int | str) -> int:
 
 
 async def cycle(server: OpenEnvServer, number: int) -> None:
-    """Every third one leaves without a word, every fourth through our client."""
+    """Every third one leaves without a word, every fourth is through our client, every fifth is kept over HTTP."""
+    if number % 5 == 0:
+        http = Caller(server)
+        name = await http.create()
+        async with raw(server, f"/ws?session_id={name}") as client:
+            await client.ask(RESET)
+            assert (await http.say(name, "x"))["result"]["data"] == "x"
+        await http.ask("openenv/session/close", session_id=name)
+        return
     if number % 4 == 0:
         async with OpenEnvClient(server.url) as env:
             await env.reset()

@@ -14,10 +14,12 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError, Conne
 
 from sandyard.config import Settings
 from sandyard.connection import Connection
+from sandyard.envs.openenv.client import ClientOptions, OpenEnvClient
+from sandyard.envs.openenv.failures import SessionLost
 from sandyard.errors import ConfigError, HostError
 from sandyard.images.base import build_base
 from sandyard.server.embedded import EmbeddedServer
-from tests.envs.openenv.probes import RESET, UNMAKEABLE, raw, serving, until
+from tests.envs.openenv.probes import RESET, UNMAKEABLE, Cut, raw, serving, until
 
 
 async def test_an_episode_of_the_code_env_as_coding_clients_play_it() -> None:
@@ -202,6 +204,22 @@ async def test_half_open_sockets_are_found_by_pings() -> None:
         await until(lambda: server.active_sessions == 1)
         await until(lambda: server.active_sessions == 0)  # it answers no ping
         writer.close()
+
+
+async def test_a_link_that_is_cut_frees_its_seat_and_a_whole_one_does_not() -> None:
+    options = ClientOptions(step_timeout=0.5)
+    async with (
+        serving(ping_interval=0.3) as server,
+        Cut(server.url).open() as relay,
+        OpenEnvClient(relay.url, options) as env,
+    ):
+        await env.reset()
+        await asyncio.sleep(1.5)  # five pings, each answered
+        assert server.active_sessions == 1
+        relay.cut()
+        await until(lambda: server.active_sessions == 0)
+        with pytest.raises(SessionLost, match=r"not answered within 0\.5 s"):
+            await env.step("do", {"how": "hello"})
 
 
 async def test_a_client_that_leaves_during_a_step_frees_its_seat() -> None:

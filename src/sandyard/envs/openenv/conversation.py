@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from sandyard.envs.openenv.held import HeldSession
 from sandyard.envs.openenv.protocol import (
     ErrorCode,
     Fault,
@@ -42,7 +43,7 @@ class Conversation:
             await self._say(message)
             await self._close(_NORMAL)
 
-    async def run(self, session: Session, seat: Seat) -> None:
+    async def run(self, session: Session | HeldSession, seat: Seat) -> None:
         """Until either side closes. The env is released before this returns, whatever happens."""
         seat.hold("session")
         self._work = asyncio.create_task(self._converse(session, seat))
@@ -70,7 +71,7 @@ class Conversation:
             if not work.done():
                 await self._inbox.put(text)
 
-    async def _converse(self, session: Session, seat: Seat) -> None:
+    async def _converse(self, session: Session | HeldSession, seat: Seat) -> None:
         try:
             while (text := await self._next(session, seat)) is not None:
                 message = await self._answer(session, text)
@@ -84,7 +85,7 @@ class Conversation:
             while not self._inbox.empty():  # a reader that waits for room is let go
                 self._inbox.get_nowait()
 
-    async def _next(self, session: Session, seat: Seat) -> str | None:
+    async def _next(self, session: Session | HeldSession, seat: Seat) -> str | None:
         """The next message. After a silence too long the env is released, and the next one is refused."""
         try:
             async with asyncio.timeout(self._idle_timeout):
@@ -98,7 +99,7 @@ class Conversation:
             await self._say(error_message(ErrorCode.SESSION_ERROR, text))
         return None
 
-    async def _answer(self, session: Session, text: str) -> Message | None:
+    async def _answer(self, session: Session | HeldSession, text: str) -> Message | None:
         try:
             if self._rpc:
                 return await _answer_rpc(session, text)
@@ -118,6 +119,6 @@ class Conversation:
         await self._send({"type": "websocket.close", "code": code})
 
 
-async def _answer_rpc(session: Session, text: str) -> Message:
+async def _answer_rpc(session: Session | HeldSession, text: str) -> Message:
     request = parse_request(f'{{"type":"mcp","data":{text}}}')
     return await session.answer_rpc(request.data)

@@ -120,6 +120,9 @@ class WorkerHandle:
                 self._heed(json.loads(packet))
 
     def _heed(self, word: dict[str, Any]) -> None:
+        if "taken" in word:
+            self.seats.add(word["taken"])
+            return
         if "free" in word:
             self.seats.discard(word["free"])
             return

@@ -11,8 +11,9 @@ from typing import Any
 from sandyard.envs.openenv.actions import action_schema
 from sandyard.envs.openenv.catalog import EnvSpec
 from sandyard.envs.openenv.conversation import Receive, Send
+from sandyard.envs.openenv.held import CLOSE, CREATE, HeldSessions
 from sandyard.envs.openenv.protocol import ErrorCode, Message, Request, dump
-from sandyard.envs.openenv.session import Session
+from sandyard.envs.openenv.session import RPC_SERVER, Session, rpc_error
 
 _BODY_LIMIT = 4 << 20
 _AT_ONCE = 8  # envs of stateless calls, per worker
@@ -46,8 +47,9 @@ class HttpError(Exception):
 class HttpSide:
     """One request a connection: the parent counts sessions by sockets, and must see every socket."""
 
-    def __init__(self, spec: EnvSpec, step_timeout: float) -> None:
+    def __init__(self, spec: EnvSpec, step_timeout: float, held: HeldSessions) -> None:
         self._spec = spec
+        self._held = held
         self._step_timeout = step_timeout
         self._room = asyncio.Semaphore(_AT_ONCE)
 
@@ -76,6 +78,10 @@ class HttpSide:
         if method != "POST":
             raise HttpError(405, f"{path} takes POST")
         body = await _read_json(receive)
+        if path == "/mcp":
+            answer = await self._rpc_of_session(body)
+            if answer is not None:
+                return 200, answer
         if self._room.locked():
             raise HttpError(503, f"{_AT_ONCE} stateless calls are running; use a session at /ws, or try again")
         async with self._room:
@@ -111,6 +117,19 @@ class HttpSide:
             if started["type"] == "error":
                 raise HttpError(500, started["data"]["message"])
         return await session.answer_rpc(body)
+
+    async def _rpc_of_session(self, body: Mapping[str, Any]) -> Message | None:
+        """The answer to a call of a session that is kept over HTTP, or None for a call without one."""
+        if body.get("method") == CREATE:
+            try:
+                return self._held.create(body.get("id"))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign env's constructor; the client is told
+                text = f"env {self._spec.name} could not be made: {error}"
+                return rpc_error(body.get("id"), RPC_SERVER, text, data={"factory_name": self._spec.name})
+        params = body.get("params")
+        if not isinstance(params, dict) or ("session_id" not in params and body.get("method") != CLOSE):
+            return None
+        return await self._held.answer(params.get("session_id"), body)
 
     def _metadata(self) -> Message:
         env = self._spec.make()

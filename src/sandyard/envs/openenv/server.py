@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import socket
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -24,6 +25,8 @@ _HELLO_TIMEOUT = 10.0
 _LINE_LIMIT = 2048
 _BACKLOG = 1024
 _RESPAWN_PAUSE = 1.0
+_HELD_LINES = (b"POST /mcp ", b"POST /mcp?")
+_JOINING = re.compile(rb"GET /ws\?(\S*&)?session_id=")
 _SESSION_LINES = (b"GET /ws ", b"GET /ws?", b"GET /mcp ", b"GET /mcp?")
 
 
@@ -52,6 +55,7 @@ class ServerOptions:
             "spec": self.spec.to_json(),
             "idle_timeout": self.idle_timeout,
             "step_timeout": self.step_timeout,
+            "max_sessions": self.max_sessions,
             "ping_interval": self.ping_interval,
             "max_message": self.max_message,
         }
@@ -154,8 +158,11 @@ class OpenEnvServer:
                     line = await _peek_line(connection)
             except (TimeoutError, OSError):
                 return
-            session = line.startswith(_SESSION_LINES)
-            for worker in sorted(self._workers, key=lambda worker: len(worker.seats)):
+            held = line.startswith(_HELD_LINES) or _JOINING.match(line) is not None
+            session = line.startswith(_SESSION_LINES) and not held
+            by_load = sorted(self._workers, key=lambda worker: len(worker.seats))
+            # Nothing in a first line names the session of a call: those over HTTP all live in one worker.
+            for worker in self._workers[:1] if held else by_load:
                 refused = None
                 if session and len(worker.seats) >= self.options.max_sessions:
                     refused = (self.active_sessions, self.options.workers * self.options.max_sessions)

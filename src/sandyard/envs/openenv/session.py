@@ -26,7 +26,7 @@ from sandyard.tasks.base import Task
 
 logger = logging.getLogger(__name__)
 _RUN = "run_python"
-_RPC_INVALID, _RPC_NO_METHOD, _RPC_PARAMS, _RPC_SERVER = -32600, -32601, -32602, -32000
+_RPC_INVALID, _RPC_NO_METHOD, RPC_PARAMS, RPC_SERVER = -32600, -32601, -32602, -32000
 
 
 class Session:
@@ -59,6 +59,10 @@ class Session:
 
     def state(self) -> dict[str, Any]:
         return {"episode_id": self.episode_id, "step_count": self.step_count, "done": self._done}
+
+    def abandon(self) -> None:
+        """The episode is lost; a reset begins another."""
+        self._running = False
 
     async def close(self) -> None:
         """Release the env; a failure is logged: nobody is left to be told."""
@@ -123,7 +127,7 @@ class Session:
             ) from error
         except (Exception, SystemExit) as error:  # a foreign env may raise anything: the step ends
             if scope.expired():
-                self._running = False
+                self.abandon()
                 text = f"{what}: not done after {self._step_timeout:g} s; the episode is lost, send reset"
                 raise Fault(ErrorCode.EXECUTION_ERROR, text, boundary="sandbox") from error
             logger.exception("%s of an env failed", what)
@@ -133,7 +137,7 @@ class Session:
         """MCP: `tools/list` and `tools/call`; a call is a step of the episode."""
         number, method, params = call.get("id"), call.get("method"), call.get("params", {})
         if call.get("jsonrpc") != "2.0" or not isinstance(method, str):
-            return _rpc_error(number, _RPC_INVALID, "not a JSON-RPC 2.0 request")
+            return rpc_error(number, _RPC_INVALID, "not a JSON-RPC 2.0 request")
         if method == "tools/list":
             tools = [
                 {"name": s.name, "description": s.description, "inputSchema": dict(s.parameters)}
@@ -141,9 +145,9 @@ class Session:
             ]
             return {"jsonrpc": "2.0", "id": number, "result": {"tools": tools}}
         if method != "tools/call":
-            return _rpc_error(number, _RPC_NO_METHOD, f"no method {method[:100]!r}; known: tools/list, tools/call")
+            return rpc_error(number, _RPC_NO_METHOD, f"no method {method[:100]!r}; known: tools/list, tools/call")
         if not isinstance(params, dict) or not isinstance(params.get("name"), str):
-            return _rpc_error(number, _RPC_PARAMS, "tools/call needs a name and arguments")
+            return rpc_error(number, RPC_PARAMS, "tools/call needs a name and arguments")
         try:
             action = read_action(
                 {"type": "call_tool", "tool_name": params["name"], "arguments": params.get("arguments", {})}, ()
@@ -151,13 +155,13 @@ class Session:
             result, _ = await self._act(action)
         except Fault as fault:
             wrong = fault.code is ErrorCode.VALIDATION_ERROR
-            return _rpc_error(number, _RPC_PARAMS if wrong else _RPC_SERVER, str(fault))
+            return rpc_error(number, RPC_PARAMS if wrong else RPC_SERVER, str(fault))
         answer = tool_result(replace(result, info={})) | {"reward": result.reward, "done": result.done}
         return {"jsonrpc": "2.0", "id": number, "result": answer}
 
 
-def _rpc_error(number: object, code: int, message: str) -> dict[str, Any]:
-    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}
+def rpc_error(number: object, code: int, message: str, **more: Any) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message, **more}}
 
 
 def read_task(data: Mapping[str, Any]) -> Task:

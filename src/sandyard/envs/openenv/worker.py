@@ -2,7 +2,7 @@
 
 `python -m sandyard.envs.openenv.worker FD OPTIONS`: FD is its end of a packet socket pair. It is told
 `{"seat", "refused"}` with a socket, or `{"stop": seconds}`; it tells `{"ready"}`, `{"failed"}` and
-`{"free": seat}`. When the parent is gone, so is the worker.
+`{"taken": seat}` and `{"free": seat}`. When the parent is gone, so is the worker.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Worker:
             EnvSpec.from_json(options["spec"]),
             idle_timeout=options["idle_timeout"],
             step_timeout=options["step_timeout"],
+            max_sessions=options["max_sessions"],
+            tell=lambda seat, taken: self._tell({"taken" if taken else "free": seat}),
         )
         self._config = Config(
             self._app,
@@ -67,6 +69,7 @@ class Worker:
         loop.remove_reader(self._control)
         self._app.stop()
         await self._wait_until_idle(self._drain)
+        await self._app.held.close()
         for connection in list(self._state.connections):
             connection.shutdown()
         tasks = list(self._state.tasks)
