@@ -60,6 +60,8 @@ REFUSED = [
     ("kill(1, 9)", "EPERM"),  # it has another user id
 ]
 
+HERE = str(Path(__file__).resolve())
+
 
 async def said(session: ProcessSession, code: str) -> str:
     return (await session.run(code, 30)).stdout.strip()
@@ -76,7 +78,7 @@ async def test_calls_that_lead_out_are_refused(session: ProcessSession) -> None:
 async def test_the_files_of_the_host_are_not_there(session: ProcessSession, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     paths = ["/root/.ssh", "/etc/shadow", "/var", "/home", "/work", "/sys", "/run", "/bin", "/usr/bin", "/boot"]
-    paths += [str(Path(__file__).resolve()), str(tmp_path / "secret"), "/proc/sys", "/proc/kcore", "/proc/keys"]
+    paths += [HERE, str(tmp_path / "secret"), "/proc/sys", "/proc/kcore", "/proc/keys"]
     code = f"import os\nprint([p for p in {paths!r} if os.path.exists(p)])\nprint(sorted(os.listdir('/')))"
     seen, root = (await said(session, code)).splitlines()
     assert seen == "[]"
@@ -259,11 +261,14 @@ async def test_a_stopped_or_deaf_session_still_goes(server: SessionServer) -> No
 
 
 async def test_descriptors_of_the_host_are_not_inherited() -> None:
-    with open(os.devnull) as secret:
-        os.set_inheritable(secret.fileno(), True)
+    secret = os.open(os.devnull, os.O_RDONLY)
+    try:
+        os.set_inheritable(secret, True)
         async with SessionServer(SessionLimits(memory_mb=256)) as server, await server.open() as session:
             links = await said(session, "import os; print(sorted(int(n) for n in os.listdir('/proc/self/fd')))")
             assert len(links.split(",")) == 5, links  # standard ones, the link, and the listing itself
+    finally:
+        os.close(secret)
 
 
 async def test_many_at_once_do_not_hold_up_each_other(server: SessionServer) -> None:
