@@ -55,6 +55,17 @@ def make_groups(name: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> Se
     return SessionGroups(made, "" if made else "no control group limits memory and processes here")
 
 
+def sweep_groups(prefix: str, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:
+    """Remove the directories `PREFIX<pid>-…` of processes that were killed and so could not. Blocking; what does not
+    go is left: it has a process, of another pid namespace perhaps."""
+    for root in dict.fromkeys(_roots(mountinfo).values()) if os.geteuid() == 0 else ():
+        for directory in root.glob(f"{prefix}*"):
+            pid = directory.name.removeprefix(prefix).partition("-")[0]
+            if not Path("/proc", pid).exists():
+                with suppress(SandboxError):
+                    SessionGroups([directory]).remove()
+
+
 def group_limits(limits: SessionLimits) -> Mapping[str, str]:
     """Settings of a session's groups, in either version; those that a group does not have are left out."""
     memory = str((limits.memory_mb + _SLACK_MB) << 20)

@@ -16,12 +16,13 @@ from typing import Any
 
 import sandyard
 from sandyard.envs.process import filter as seccomp
-from sandyard.envs.process.cgroups import SessionGroups, group_limits, make_groups
+from sandyard.envs.process.cgroups import SessionGroups, group_limits, make_groups, sweep_groups
 from sandyard.envs.process.inside.main import MAX_MESSAGE
 from sandyard.envs.process.limits import SessionLimits
 from sandyard.envs.process.plan import find_interpreter, make_plan
 from sandyard.errors import HostError
 
+_PREFIX = "sandyard-process-"  # of our names, then the id of this process
 _START_TIMEOUT = 60.0
 _STOP_TIMEOUT = 10.0
 _MAX_ANSWER = 64 << 10
@@ -119,7 +120,8 @@ async def writable(end: socket.socket) -> None:
 def _start(
     limits: SessionLimits, packages: Sequence[str], imports: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket, SessionGroups]:
-    scratch = tempfile.mkdtemp(prefix="sandyard-process-")
+    sweep_groups(_PREFIX)
+    scratch = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     groups = make_groups(Path(scratch).name)
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process: subprocess.Popen[bytes] | None = None
