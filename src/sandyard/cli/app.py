@@ -25,6 +25,7 @@ NOUNS = (
     "sandbox",
     "snapshot",
     "template",
+    "build",
     "pull",
     "train",
     "evaluate",

@@ -61,3 +61,4 @@ async def test_the_same_as_buildah(case: str, site: Site, peer: Buildah) -> None
         if (ours.get(key) or None) != (theirs.config.get(key) or None)
     ]
     assert [line for line in found if line.partition(":")[0] not in allowed] == []
+    assert {line.partition(":")[0] for line in found} == set(allowed)

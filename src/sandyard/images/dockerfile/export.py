@@ -19,6 +19,7 @@ from sandyard.images.build.shell import describe, end
 from sandyard.images.dockerfile.match import BadPattern, has_magic, matcher
 from sandyard.images.dockerfile.tree import NoSource, scoped
 
+MOUNTED = ("dev", "proc", "sys")
 _HOPS = 40
 _ARGUMENTS = 64 << 10  # characters of names that one command takes
 _BLOCK = 512
@@ -30,13 +31,24 @@ async def export(agent: Agent, sources: Sequence[str], archive: Path, limit: int
     for source in sources:
         for path in await _matches(agent, source):
             await _follow(agent, path, names, _HOPS)
+    if "" in names:
+        names = dict.fromkeys([name for name in names if name] + await _of_root(agent))
     listed = list(names)
     with archive.open("xb") as file:
         out = _Bounded(file, limit)
-        if "" not in names and sum(map(len, listed)) < _ARGUMENTS and await tar_kind(agent) is not None:
+        if sum(map(len, listed)) < _ARGUMENTS and await tar_kind(agent) is not None:
             await _by_tar(agent, listed, out)
         else:
             await _by_hand(agent, listed, out)
+
+
+async def _of_root(agent: Agent) -> list[str]:
+    """All of an image: not what a sandbox has mounted."""
+    found = [info.name for info in await agent.list_dir("/") if info.name not in MOUNTED]
+    if "run" in found:
+        found.remove("run")
+        found += [f"run/{info.name}" for info in await agent.list_dir("/run") if info.name != "sandyard"]
+    return sorted(found)
 
 
 class _Bounded:

@@ -83,8 +83,8 @@ async def process_user(agent: Agent, text: str) -> str:
     name, colon, _ = text.partition(":")
     if name in ("", "root", "0") and not colon:
         return "0:0"
-    known = await find_user(agent, name)
     if colon:
         uid, gid = await resolve_owner(agent, text)
         return f"{uid}:{gid}"
-    return name if known is not None or not name.isdecimal() else f"{name}:0"
+    known = await find_user(agent, name)
+    return f"{name}:0" if name.isdecimal() and (known is None or known.name == name) else name

@@ -149,7 +149,7 @@ def _instruction(found: DockerfileInstruction) -> Instruction:
         if sum(known == name for known, _ in flags) > 1:
             raise DockerfileError(found.start_line, f"{found.name}: --{name} is given twice")
     exec_form, args = found.json, list(found.args)
-    if found.name in ("CMD", "ENTRYPOINT", "RUN", "SHELL") and exec_form and found.name != "CMD" and not args:
+    if found.name in ("RUN", "SHELL") and exec_form and not args:  # of CMD and ENTRYPOINT it takes one away
         raise DockerfileError(found.start_line, f"{found.name} [] names no command")
     return Instruction(
         found.name,

@@ -41,6 +41,8 @@ class ImageConfig:
     volumes: Sequence[str] = ()
     shell: Sequence[str] = ()
     healthcheck: Mapping[str, Any] | None = None
+    stop_signal: str | None = None
+    on_build: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +116,6 @@ def parse_config(document: Mapping[str, Any], what: str) -> ImageConfig:
         volumes=sorted(config.get("Volumes") or {}),
         shell=config.get("Shell") or (),
         healthcheck=config.get("Healthcheck"),
+        stop_signal=config.get("StopSignal") or None,
+        on_build=config.get("OnBuild") or (),
     )

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sandyard.config import Settings
 from sandyard.errors import BadRequest, NotFound, SandyardError
 from sandyard.images.build import Base, Level, Log
 from sandyard.images.build.base import BASE_STEP, BuildFailed
+from sandyard.images.build.expand import DEFAULT_PATH
+from sandyard.images.dockerfile.stages import SCRATCH
 from sandyard.images.oci import registry
+from sandyard.images.oci.manifest import ImageConfig
 from sandyard.images.oci.pull import candidates, pull
 from sandyard.images.oci.reference import Reference
 from sandyard.runtimes.base import Rootfs
@@ -62,6 +68,7 @@ class Bases:
     def __init__(self, settings: Settings, catalog: Catalog) -> None:
         self._settings = settings
         self._catalog = catalog
+        self._nothing = settings.paths.state.absolute() / "scratch"
 
     async def find(self, origin: Origin, tenant: str, log: Log) -> Base:
         """Raises `BuildFailed` at the base step, naming what was tried and why it failed."""
@@ -74,12 +81,39 @@ class Bases:
         except SandyardError as error:
             raise BuildFailed(BASE_STEP, str(error)) from error
 
+    async def from_dockerfile(self, name: str, tenant: str, log: Log) -> Base:
+        """What a Dockerfile's FROM means: `scratch`, a template of the tenant or of the node, else an image with all
+        that it says of itself. Another tenant's template, public or not, stands for no image. Raises as `find`."""
+        try:
+            if name == SCRATCH:
+                return await asyncio.to_thread(self._scratch, tenant)
+            try:
+                if self._catalog.find(name, tenant).tenant in (None, tenant):
+                    return self._of_template(name, tenant, f"template {name}")
+            except (NotFound, BadRequest):
+                pass  # a name of an image, then
+            return await self._of_image(Origin(name), tenant, log, whole=True)
+        except BuildFailed:
+            raise
+        except SandyardError as error:
+            raise BuildFailed(BASE_STEP, str(error)) from error
+
     def _of_template(self, reference: str, tenant: str, label: str) -> Base:
         template, build = self._catalog.resolve(reference, tenant)
         view = self._catalog.view(template, build)
-        return Base(view.rootfs, _key(tenant, build.id), label, view.start_cmd, view.ready_cmd)
+        oci = build.config.get("oci")
+        return Base(view.rootfs, _key(tenant, build.id), label, view.start_cmd, view.ready_cmd, oci)
 
-    async def _of_image(self, origin: Origin, tenant: str, log: Log) -> Base:
+    def _scratch(self, tenant: str) -> Base:
+        """No file at all: a layer with nothing in it."""
+        if not self._nothing.is_dir():
+            self._nothing.mkdir(parents=True, exist_ok=True)
+        base = self._settings.container.uid_base
+        os.chown(self._nothing, base, base)
+        self._nothing.chmod(0o755)
+        return Base(Rootfs([self._nothing]), _key(tenant, SCRATCH), SCRATCH, oci={"Env": [f"PATH={DEFAULT_PATH}"]})
+
+    async def _of_image(self, origin: Origin, tenant: str, log: Log, *, whole: bool = False) -> Base:
         image = origin.image or DEFAULT_IMAGE
         if (name := template_of_image(self._settings, image)) is not None:
             try:
@@ -97,7 +131,26 @@ class Bases:
             )
         # As elsewhere that speaks this API: the image's user and directory do not count, its environment does.
         rootfs = Rootfs(list(pulled.trees), dict(pulled.config.env))
-        return Base(rootfs, _key(tenant, pulled.digest), f"{image} ({pulled.digest})")
+        oci = _oci(pulled.config) if whole else None
+        return Base(rootfs, _key(tenant, pulled.digest), f"{image} ({pulled.digest})", oci=oci)
+
+
+def _oci(config: ImageConfig) -> Mapping[str, Any]:
+    """An image's `config` object, by the names of the OCI image specification."""
+    return {
+        "Env": [f"{name}={value}" for name, value in config.env.items()],
+        "WorkingDir": config.workdir,
+        "User": config.user,
+        "Entrypoint": list(config.entrypoint),
+        "Cmd": list(config.command),
+        "Labels": dict(config.labels),
+        "ExposedPorts": {port: {} for port in config.ports},
+        "Volumes": {volume: {} for volume in config.volumes},
+        "Shell": list(config.shell),
+        "Healthcheck": config.healthcheck,
+        "StopSignal": config.stop_signal,
+        "OnBuild": list(config.on_build),
+    }
 
 
 def _check_public(image: str) -> None:

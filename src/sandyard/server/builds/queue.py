@@ -8,15 +8,16 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from sandyard.errors import BadRequest, CapacityError, Conflict, NotFound, SandyardError
-from sandyard.images.build import BuildFailed, Built, Engine, Level, Plan, Step
+from sandyard.images.build import Base, BuildFailed, Built, Engine, Level, Plan, Step
 from sandyard.images.build.base import BASE_STEP, FINAL_STEP
+from sandyard.images.dockerfile import DockerBuild, Recipe
 from sandyard.runtimes.base import Resources, Rootfs
 from sandyard.sandboxes import Build, Catalog, SandboxManager, Template
 from sandyard.server.builds.bases import Bases, Origin
@@ -38,13 +39,14 @@ WAITING_SECONDS = 86400.0  # a build that was never begun is given up after so l
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a build is to do."""
+    """What a build is to do: a recipe, or steps from an origin."""
 
-    origin: Origin
+    origin: Origin = field(default_factory=Origin)
     steps: Sequence[Step] = ()
     start_cmd: str | None = None
     ready_cmd: str | None = None
     force: bool = False
+    recipe: Recipe | None = None
 
 
 class _Archives:
@@ -265,18 +267,29 @@ class Builds:
     async def _build(self, template: Template, build: Build, order: Order, say: BuildLog) -> Build:
         assert template.tenant is not None  # builds are of tenants only
         began = time.monotonic()
-        base = await self.bases.find(order.origin, template.tenant, say)
         sizes = Resources(**build.config["resources"])
         roomy = replace(sizes, disk_mb=max(sizes.disk_mb, self._settings.disk_mb), pids=max(sizes.pids, 4096))
         with SandboxWorkshop(self._manager, roomy, say) as workshop:
-            engine = Engine(workshop, _Archives(self.files, template.tenant), self.cache, say)
-            plan = Plan(base, order.steps, order.start_cmd, order.ready_cmd, order.force)
-            built = await engine.run(plan, ready_seconds=self._settings.ready_timeout)
+            built = await self._built(workshop, template.tenant, order, say)
             ready = _ready(build, built)
             say(f"built in {time.monotonic() - began:.1f} s, {built.size_bytes >> 10} KiB added", step=FINAL_STEP)
             await self._catalog.put_build(ready)
             await self._catalog.set_tags(template, build.id, build.config.get("tags", ()))
         return ready
+
+    async def _built(self, workshop: SandboxWorkshop, tenant: str, order: Order, say: BuildLog) -> Built:
+        archives = _Archives(self.files, tenant)
+        if order.recipe is None:
+            base = await self.bases.find(order.origin, tenant, say)
+            plan = Plan(base, order.steps, order.start_cmd, order.ready_cmd, order.force)
+            engine = Engine(workshop, archives, self.cache, say)
+            return await engine.run(plan, ready_seconds=self._settings.ready_timeout)
+
+        async def find(name: str) -> Base:
+            return await self.bases.from_dockerfile(name, tenant, say)
+
+        made = DockerBuild(workshop, archives, self.cache, say, find, limit=self._settings.disk_mb << 20)
+        return await made.run(order.recipe, ready_seconds=self._settings.ready_timeout)
 
     def _error(self, build: Build, step: str | None, message: str, say: BuildLog) -> Build:
         say(message, level=Level.ERROR, step=step)
@@ -339,7 +352,8 @@ class Builds:
 
 def _ready(build: Build, built: Built) -> Build:
     commands = {"start_cmd": built.start_cmd, "ready_cmd": built.ready_cmd}
-    config = {**build.config, **{name: value for name, value in commands.items() if value is not None}}
+    known = {**commands, "oci": built.oci}
+    config = {**build.config, **{name: value for name, value in known.items() if value is not None}}
     return replace(
         build,
         status="ready",

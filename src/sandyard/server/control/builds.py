@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -10,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from sandyard.errors import BadRequest, Conflict, Forbidden, NotFound, Unsupported
 from sandyard.images.build import Level, Step, check_step
+from sandyard.images.dockerfile import Recipe, parse
 from sandyard.runtimes.base import Resources
 from sandyard.sandboxes import Build, Template
 from sandyard.sandboxes.admission import host_memory
@@ -22,6 +24,7 @@ from sandyard.server.control.template_models import (
     BuildOrder,
     BuildReason,
     BuildStatus,
+    NewDockerfile,
     NewTemplate,
     Registry,
     TemplateInfo,
@@ -94,7 +97,7 @@ async def upload(ticket: str, request: Request, here: Here) -> Response:
 async def begin(template_id: str, build_id: str, body: BuildOrder, here: Here, tenant: Tenant) -> Response:
     """Begin a registered build."""
     template, build = _find(here, tenant, template_id, build_id)
-    await here.builds.begin(template, build, _order(body))
+    await here.builds.begin(template, build, await asyncio.to_thread(_order, body))
     return Response(status_code=202)
 
 
@@ -191,7 +194,8 @@ def _resources(body: NewTemplate, default: Resources) -> Resources:
     total, _ = host_memory()
     if memory > total:
         raise BadRequest(f"memoryMB: {memory} is more than the {total} MiB of this node", field="memoryMB")
-    return replace(default, cpu=float(body.cpuCount or default.cpu), memory_mb=memory)
+    disk = body.diskMB or default.disk_mb
+    return replace(default, cpu=float(body.cpuCount or default.cpu), memory_mb=memory, disk_mb=disk)
 
 
 def _find(here: Context, tenant: str, template_id: str, build_id: str) -> tuple[Template, Build]:
@@ -203,14 +207,33 @@ def _find(here: Context, tenant: str, template_id: str, build_id: str) -> tuple[
 
 
 def _order(body: BuildOrder) -> Order:
-    if bool(body.fromImage) == bool(body.fromTemplate):
+    if (bool(body.fromImage), bool(body.fromTemplate), body.dockerfile is not None).count(True) != 1:
         raise BadRequest("fromImage, fromTemplate: give one of them", field="fromImage")
+    if body.dockerfile is not None:
+        return Order(recipe=_recipe(body, body.dockerfile))
     steps = [Step(s.type.upper(), tuple(s.args), s.filesHash or None, bool(s.force)) for s in body.steps]
     for number, step in enumerate(steps, 1):
         check_step(step, number)
     credentials = _credentials(body.fromImageRegistry) if body.fromImageRegistry is not None else None
     origin = Origin(body.fromImage or None, body.fromTemplate or None, credentials)
     return Order(origin, steps, body.startCmd or None, body.readyCmd or None, bool(body.force))
+
+
+def _recipe(body: BuildOrder, given: NewDockerfile) -> Recipe:
+    """Raises `DockerfileError`, and `BadRequest` for what a Dockerfile has no place for."""
+    if body.steps or body.fromImageRegistry is not None:
+        raise BadRequest("dockerfile: steps and fromImageRegistry do not go with it", field="dockerfile")
+    recipe = Recipe(
+        parse(given.text),
+        given.buildArgs,
+        given.target or None,
+        given.contextHash or None,
+        body.startCmd or None,
+        body.readyCmd or None,
+        bool(body.force),
+    )
+    recipe.check()
+    return recipe
 
 
 def _credentials(registry: Registry) -> Credentials:

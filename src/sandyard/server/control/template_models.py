@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from sandyard.images.dockerfile.syntax import LIMIT
 from sandyard.runtimes.base import Resources
 from sandyard.sandboxes import Build, Template
 from sandyard.sandboxes.catalog import DEFAULT_TAG
@@ -23,6 +24,7 @@ def _encodable(value: str) -> str:
 Text = Annotated[str, AfterValidator(_encodable)]
 Cpus = Annotated[int, Field(ge=1, le=1024)]
 Memory = Annotated[int, Field(ge=128, le=1 << 24)]
+Disk = Annotated[int, Field(ge=16, le=1 << 24)]
 
 
 class _Request(BaseModel):
@@ -37,6 +39,7 @@ class NewTemplate(_Request):
     tags: list[Text] = Field(default_factory=list, max_length=100)
     cpuCount: Cpus | None = None
     memoryMB: Memory | None = None
+    diskMB: Disk | None = Field(default=None, description="What a sandbox may write above the template.")
 
 
 class Registry(_Request):
@@ -55,9 +58,19 @@ class NewStep(_Request):
     force: bool | None = None
 
 
-class BuildOrder(_Request):
-    """Exactly one of `fromImage` and `fromTemplate`."""
+class NewDockerfile(_Request):
+    """A Dockerfile instead of steps. `contextHash`: the archive of its files, uploaded as that of a COPY is."""
 
+    text: Text = Field(max_length=LIMIT)
+    buildArgs: dict[Text, Text] = Field(default_factory=dict, max_length=1000)
+    target: Text | None = Field(default=None, max_length=256)
+    contextHash: Text | None = None
+
+
+class BuildOrder(_Request):
+    """Exactly one of `fromImage`, `fromTemplate` and `dockerfile`."""
+
+    dockerfile: NewDockerfile | None = None
     fromImage: Text | None = None
     fromTemplate: Text | None = None
     fromImageRegistry: Registry | None = None
