@@ -115,7 +115,7 @@ async def test_what_does_not_stop_is_killed_and_said_to_be_lost(session: Process
         ("import os; os.abort()", "killed by SIGABRT"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
         ("import signal; signal.raise_signal(signal.SIGTERM)", "killed by SIGTERM"),
-        ("import os; os.closerange(3, 256)", "the session ended with exit code"),
+        ("import os; os.closerange(3, 256)", "the session ended"),  # by itself, or by whoever misses its link
     ],
 )
 async def test_a_program_that_ends_its_session(session: ProcessSession, code: str, ending: str) -> None:
