@@ -50,18 +50,18 @@ async def test_calls_at_the_same_time_take_turns() -> None:
 
 
 async def test_a_silent_session_is_ended_and_the_next_call_is_told() -> None:
-    async with serving("echo", idle_timeout=0.4) as server:
+    async with serving("echo", idle_timeout=3) as server:
         http = Caller(server)
         name = await http.create()
         async with raw(server, f"/ws?session_id={name}") as socket:
             await socket.ask(RESET)
-            for _ in range(4):  # calls keep it, and what is silent beside them is the socket alone
-                await asyncio.sleep(0.2)
+            for _ in range(5):  # calls keep it, and what is silent beside them is the socket alone
+                await asyncio.sleep(0.8)
                 assert (await http.say(name, "x"))["result"]["data"] == "x"
             told = await socket.ask({"type": "state"})
             assert told["data"]["code"] == "SESSION_ERROR"
         await until(lambda: server.active_sessions == 0)
-        assert "0.4 s without a request" in (await http.say(name, "late"))["error"]["message"]
+        assert "3 s without a request" in (await http.say(name, "late"))["error"]["message"]
 
 
 async def test_a_close_while_a_socket_is_in_it_ends_the_episode_for_good() -> None:
@@ -103,6 +103,17 @@ async def test_a_full_worker_says_so_and_a_place_that_is_free_is_given() -> None
                 assert (await third.hear())["data"]["code"] == "CAPACITY_REACHED"
             await http.ask("openenv/session/close", session_id=name)
             await http.create()
+
+
+async def test_a_socket_in_a_session_takes_no_place_of_its_own() -> None:
+    async with serving("echo", max_sessions=2) as server:
+        http = Caller(server)
+        async with raw(server, f"/ws?session_id={await http.create()}") as first:
+            await first.ask(RESET)
+            async with raw(server, f"/ws?session_id={await http.create()}") as second:
+                await second.ask(RESET)
+                assert server.active_sessions == 2
+                assert "no room" in (await http.ask("openenv/session/create"))["error"]["message"]
 
 
 async def test_an_env_that_cannot_be_made_and_a_worker_that_dies() -> None:

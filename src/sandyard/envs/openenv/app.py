@@ -40,7 +40,7 @@ class App:
         self.held = HeldSessions(
             lambda: Session(spec.make(), step_timeout=step_timeout),
             idle_timeout=idle_timeout,
-            room=lambda: (len(self._live) + len(self.held), max_sessions),
+            room=lambda: (len(self._live) - self.held.joined + len(self.held), max_sessions),
             tell=tell,
         )
         self._http = HttpSide(spec, step_timeout, self.held)

@@ -80,6 +80,11 @@ class HeldSessions:
     def __len__(self) -> int:
         return len(self._found)
 
+    @property
+    def joined(self) -> int:
+        """Sockets in them, which take no seat of their own."""
+        return sum(held.joined for held in self._found.values())
+
     def create(self, number: object) -> dict[str, Any]:
         """The JSON-RPC answer. Whatever the env's constructor raises comes out."""
         taken, most = self._room()
