@@ -1,5 +1,6 @@
 /* The agent: PID 1 of a sandbox. Serves one host link at a time, reaps every orphan. */
 #include "child.h"
+#include "guest.h"
 #include "link.h"
 #include "ops.h"
 #include "proc.h"
@@ -118,13 +119,14 @@ static int usage(void)
 int main(int argc, char **argv)
 {
 	bool listening = argc == 3 && strcmp(argv[1], "--listen-fd") == 0;
+	bool guest = guest_is_ours();
 	int fd;
 
 	if (argc == 2 && strcmp(argv[1], "--version") == 0)
 		return printf("sandyard-agent %s protocol %d\n", AGENT_VERSION, PROTO_VERSION) < 0;
-	if (argc != 3 || (!listening && strcmp(argv[1], "--connect-fd") != 0))
+	if (!guest && (argc != 3 || (!listening && strcmp(argv[1], "--connect-fd") != 0)))
 		return usage();
-	fd = atoi(argv[2]);
+	fd = guest ? guest_enter() : atoi(argv[2]);
 	if (fd < 0 || fcntl(fd, F_GETFD) < 0) {
 		fprintf(stderr, "sandyard-agent: descriptor %s is not open\n", argv[2]);
 		return 2;
@@ -138,7 +140,7 @@ int main(int argc, char **argv)
 	tree_init();
 	if (loop_init() < 0 || open_signals() < 0)
 		return 1;
-	if (listening)
+	if (listening && !guest)
 		link_listen(fd);
 	else
 		link_connect(fd);

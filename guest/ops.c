@@ -1,5 +1,6 @@
 #include "ops.h"
 
+#include "guest.h"
 #include "proc.h"
 #include "users.h"
 
@@ -92,12 +93,23 @@ static void op_identify(uint32_t id, struct reader *r)
 	result_end(&w, FLAG_FIN, id);
 }
 
+static void op_freeze(uint32_t id, struct reader *r)
+{
+	uint8_t still = get_u8(r);
+	int err = r->bad ? EINVAL : guest_freeze(still != 0);
+
+	if (err)
+		result_errno(id, err, "freeze");
+	else
+		result_ok(id, FLAG_FIN);
+}
+
 static op_fn *const table[OP_COUNT] = {
     [OP_PING] = op_ping,       [OP_SPAWN] = op_spawn,   [OP_PROCESSES] = op_processes, [OP_ATTACH] = op_attach,
     [OP_SIGNAL] = op_signal,   [OP_RESIZE] = op_resize, [OP_USER] = op_user,           [OP_STAT] = op_stat,
     [OP_LIST] = op_list,       [OP_MKDIR] = op_mkdir,   [OP_MOVE] = op_move,           [OP_REMOVE] = op_remove,
     [OP_READ] = op_read,       [OP_WRITE] = op_write,   [OP_CONNECT] = op_connect,     [OP_WATCH] = op_watch,
-    [OP_IDENTIFY] = op_identify, [OP_STORE] = op_store,
+    [OP_IDENTIFY] = op_identify, [OP_STORE] = op_store,   [OP_FREEZE] = op_freeze,
 };
 
 void op_dispatch(uint8_t op, uint32_t id, struct reader *r)

@@ -41,6 +41,7 @@ enum op {
 	OP_WATCH,
 	OP_IDENTIFY,
 	OP_STORE,
+	OP_FREEZE,
 	OP_COUNT
 };
 

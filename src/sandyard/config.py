@@ -80,7 +80,7 @@ class ServerSettings(_Section):
 
 
 class SandboxSettings(_Section):
-    runtime: Literal["container", "memory"] = "container"
+    runtime: Literal["container", "microvm", "memory"] = "container"
     cpu: float = Field(default=1.0, gt=0)
     memory_mb: int = Field(default=512, ge=16)
     disk_mb: int = Field(default=1024, ge=16)
@@ -107,6 +107,17 @@ class ContainerSettings(_Section):
     engine: Literal["auto", "crun", "runc", "runsc"] = "auto"
     uid_base: int = Field(default=1_879_048_192, ge=65536)  # container uid 0 on the host
     disk: Literal["auto", "loop", "none"] = "auto"
+
+
+class MicroVMSettings(_Section):
+    """Sandboxes with a kernel of their own; `sandyard setup microvm` gets what they boot from."""
+
+    accel: Literal["auto", "kvm", "tcg"] = "auto"  # auto: what a guest boots with
+    qemu: str = "qemu-system-x86_64"
+    kernel: Path | None = None  # a bzImage; None: the distribution's package
+    modules: Path | None = None  # its lib/modules/VERSION
+    guest_mb: int = Field(default=96, ge=48)  # what the guest's own kernel takes, above sandbox.memory_mb
+    overhead_mb: int = Field(default=192, ge=64)  # what the VMM itself may take on the host
 
 
 class ImageSettings(_Section):
@@ -178,16 +189,33 @@ class NetworkSettings(_Section):
     max_connections: int = Field(default=256, ge=1)  # open at once, per sandbox
 
 
+class BlobSettings(_Section):
+    """Where snapshots are kept beyond this node, for every node that has the same storage. Credentials come from
+    the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN), never from here."""
+
+    url: str | None = Field(default=None, pattern=r"^(s3://[a-z0-9][a-z0-9.-]+(/[A-Za-z0-9._/-]*)?|file:///.+)$")
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^/?#]+$")  # of S3; None: AWS's own
+    region: str = "us-east-1"
+    credentials: Literal["environment", "instance", "none"] = "environment"  # instance: of the cloud's machine
+    upload: Literal["off", "on_snapshot", "sync"] = "off"  # of new snapshots: behind their backs, or before the answer
+    chunk_kb: int = Field(default=4096, ge=64, le=65536)  # what a layer is cut into
+    concurrency: int = Field(default=4, ge=1, le=64)  # requests of one transfer at a time
+    timeout: float = Field(default=60.0, gt=0)  # seconds for one request, with its repetitions
+    grace_hours: float = Field(default=24.0, ge=0)  # garbage younger than that stays
+
+
 class Settings(_Section):
     paths: PathSettings = PathSettings()
     server: ServerSettings = ServerSettings()
     sandbox: SandboxSettings = SandboxSettings()
     pool: PoolSettings = PoolSettings()
     container: ContainerSettings = ContainerSettings()
+    microvm: MicroVMSettings = MicroVMSettings()
     images: ImageSettings = ImageSettings()
     network: NetworkSettings = NetworkSettings()
     extension: ExtensionSettings = ExtensionSettings()
     build: BuildSettings = BuildSettings()
+    blobs: BlobSettings = BlobSettings()
 
 
 def load_settings(

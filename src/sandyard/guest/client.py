@@ -211,6 +211,11 @@ class LinkAgent(Agent):
         codes = {"hostname": reader.u32(), "time": reader.u32(), "seed": reader.u32()}
         self.identify_errors = {part: errno.errorcode.get(code, str(code)) for part, code in codes.items() if code}
 
+    async def freeze(self, still: bool) -> None:
+        """Hold the disk of a guest kernel still, all written to it, or let it go on; it does by itself after
+        5 seconds. Only an agent that is PID 1 of a guest kernel can; another answers `GuestError`."""
+        await self._call(Op.FREEZE, bytes((still,)), "freeze" if still else "thaw")
+
     async def close(self) -> None:
         await self._link.close()
 

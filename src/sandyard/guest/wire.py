@@ -53,6 +53,7 @@ class Op(IntEnum):
     WATCH = 16
     IDENTIFY = 17
     STORE = 18
+    FREEZE = 19
 
 
 CODES: dict[int, GuestErrorCode] = dict(enumerate(GuestErrorCode, start=1))

@@ -12,6 +12,10 @@ def open_runtime(settings: Settings) -> Runtime:
         from sandyard.runtimes.memory import MemoryRuntime
 
         return MemoryRuntime()
+    if settings.sandbox.runtime == "microvm":
+        from sandyard.runtimes.microvm import MicroVMRuntime
+
+        return MicroVMRuntime(settings)
     from sandyard.runtimes.container import ContainerRuntime
 
     return ContainerRuntime(settings)

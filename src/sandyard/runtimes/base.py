@@ -36,6 +36,7 @@ class Capabilities:
     halt: bool = False  # `Runtime.halt` and `Runtime.boot`: a pause that keeps files only
     network: bool = False  # `SandboxSpec.network`
     hard_disk_limit: bool = False
+    shared_kernel: bool = True  # the host's: root inside may do only what a container may
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,9 @@ class Instance(ABC):
 class Runtime(ABC):
     name: str
     capabilities: Capabilities
+    pace: float = 1.0
+    """How many times slower than on bare hardware a sandbox may be: software emulation. Time limits of checks
+    and of what waits for a start are multiplied by it."""
     starts_at_once: int = 16
     """How many creates make progress at a time; the rest wait within `create`."""
 

@@ -1,0 +1,360 @@
+#include "guest.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <net/if.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#define HOME "/sandyard"
+#define NEW "/new"
+
+enum {
+	DEVICE_WAIT_MS = 30000,
+	CONF_MAX = 1 << 20,
+	STILL_SECONDS = 5,
+	LAYERS_MAX = 24,
+};
+
+static int disk_fd = -1;
+static pid_t keeper;
+
+static _Noreturn void give_up(const char *what, const char *name)
+{
+	dprintf(2, "sandyard: %s %s: %s\n", what, name, strerror(errno));
+	/* The end of PID 1 is a panic, which the host sees; until then the console is read to its end. */
+	usleep(100000);
+	_exit(1);
+}
+
+static void make_dir(const char *path)
+{
+	if (mkdir(path, 0755) < 0 && errno != EEXIST)
+		give_up("mkdir", path);
+}
+
+static void mount_at(const char *source, const char *where, const char *type, unsigned long flags, const char *options)
+{
+	make_dir(where);
+	if (mount(source, where, type, flags, options) < 0)
+		give_up("mount", where);
+}
+
+static bool write_text(const char *path, const char *text, size_t len)
+{
+	int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0644);
+	bool fine = fd >= 0 && write(fd, text, len) == (ssize_t)len;
+
+	if (fd >= 0)
+		close(fd);
+	return fine;
+}
+
+/* At most SIZE - 1 bytes and a NUL; the last newline goes. */
+static ssize_t read_text(const char *path, char *text, size_t size)
+{
+	int fd = open(path, O_RDONLY | O_CLOEXEC);
+	ssize_t n = fd < 0 ? -1 : read(fd, text, size - 1);
+
+	if (fd >= 0)
+		close(fd);
+	if (n < 0)
+		return n;
+	if (n > 0 && text[n - 1] == '\n')
+		n--;
+	text[n] = 0;
+	return n;
+}
+
+static void load_modules(void)
+{
+	FILE *list = fopen(HOME "/modules", "re");
+	char name[128], path[192];
+
+	if (!list)
+		give_up("open", HOME "/modules");
+	while (fscanf(list, "%127s", name) == 1) {
+		int fd;
+
+		snprintf(path, sizeof path, HOME "/%s", name);
+		fd = open(path, O_RDONLY | O_CLOEXEC);
+		if (fd < 0 || (syscall(SYS_finit_module, fd, "", 0) < 0 && errno != EEXIST))
+			give_up("module", name);
+		close(fd);
+		unlink(path);
+	}
+	fclose(list);
+}
+
+/* Find the entry of directory SYS whose file ATTRIBUTE holds VALUE; its device becomes PATH. */
+static bool find_device(const char *sys, const char *attribute, const char *value, char *path, size_t size)
+{
+	DIR *dir = opendir(sys);
+	struct dirent *entry;
+	bool found = false;
+
+	while (dir && !found && (entry = readdir(dir))) {
+		char file[512], text[128];
+
+		snprintf(file, sizeof file, "%s/%s/%s", sys, entry->d_name, attribute);
+		if (entry->d_name[0] == '.' || read_text(file, text, sizeof text) < 0 || strcmp(text, value) != 0)
+			continue;
+		snprintf(path, size, "/dev/%s", entry->d_name);
+		found = access(path, F_OK) == 0;
+	}
+	if (dir)
+		closedir(dir);
+	return found;
+}
+
+static void wait_device(const char *sys, const char *attribute, const char *value, char *path, size_t size)
+{
+	for (int i = 0; !find_device(sys, attribute, value, path, size); i++) {
+		if (i == DEVICE_WAIT_MS / 10) {
+			errno = ENODEV;
+			give_up("device", value);
+		}
+		usleep(10000);
+	}
+}
+
+static void wait_disk(const char *serial, char *path, size_t size) { wait_device("/sys/block", "serial", serial, path, size); }
+
+static int open_port(void)
+{
+	char path[300];
+	int fd;
+
+	wait_device("/sys/class/virtio-ports", "name", "sandyard.agent", path, sizeof path);
+	fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+	if (fd < 0)
+		give_up("open", path);
+	return fd;
+}
+
+/* What the host wants: records of a letter and a text, each ended by NUL; an empty one ends them. */
+static char *read_configuration(void)
+{
+	char path[300], *conf = calloc(1, CONF_MAX + 2);
+	size_t len = 0;
+	ssize_t n;
+	int fd;
+
+	wait_disk("conf", path, sizeof path);
+	fd = open(path, O_RDONLY | O_CLOEXEC);
+	if (fd < 0 || !conf)
+		give_up("open", path);
+	while (len < CONF_MAX && (n = read(fd, conf + len, CONF_MAX - len)) > 0)
+		len += (size_t)n;
+	close(fd);
+	return conf;
+}
+
+static const char *next_record(const char *record) { return record + strlen(record) + 1; }
+
+static const char *find_record(const char *conf, char kind)
+{
+	for (; *conf; conf = next_record(conf))
+		if (*conf == kind)
+			return conf + 1;
+	return NULL;
+}
+
+static void mount_root(const char *conf)
+{
+	char device[300], where[16], options[64 + 20 * LAYERS_MAX];
+	const char *layers = find_record(conf, 'l');
+	int count = layers ? atoi(layers) : 0;
+	size_t at;
+
+	wait_disk("base", device, sizeof device);
+	mount_at(device, "/base", "ext4", MS_RDONLY | MS_NOATIME, NULL);
+	wait_disk("disk", device, sizeof device);
+	mount_at(device, "/disk", "ext4", MS_NOATIME, "discard");
+	disk_fd = open("/disk", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	make_dir("/disk/upper");
+	make_dir("/disk/work");
+	at = (size_t)snprintf(options, sizeof options, "upperdir=/disk/upper,workdir=/disk/work,lowerdir=");
+	for (int i = 0; i < count && i < LAYERS_MAX; i++) {
+		snprintf(where, sizeof where, "layer%d", i);
+		wait_disk(where, device, sizeof device);
+		snprintf(where, sizeof where, "/layer%d", i);
+		mount_at(device, where, "ext4", MS_RDONLY | MS_NOATIME, "noload");
+		at += (size_t)snprintf(options + at, sizeof options - at, "%s/upper:", where);
+	}
+	snprintf(options + at, sizeof options - at, "/base");
+	mount_at("overlay", NEW, "overlay", 0, options);
+}
+
+static void make_devices(void)
+{
+	static const struct {
+		const char *name;
+		unsigned major, minor;
+	} nodes[] = {{"null", 1, 3}, {"zero", 1, 5}, {"full", 1, 7}, {"random", 1, 8}, {"urandom", 1, 9}, {"tty", 5, 0}};
+	char path[64];
+
+	for (size_t i = 0; i < sizeof nodes / sizeof *nodes; i++) {
+		snprintf(path, sizeof path, NEW "/dev/%s", nodes[i].name);
+		if (mknod(path, S_IFCHR | 0666, makedev(nodes[i].major, nodes[i].minor)) < 0)
+			give_up("mknod", path);
+	}
+	if (symlink("pts/ptmx", NEW "/dev/ptmx") < 0 || symlink("/proc/self/fd", NEW "/dev/fd") < 0 ||
+	    symlink("/proc/self/fd/0", NEW "/dev/stdin") < 0 || symlink("/proc/self/fd/1", NEW "/dev/stdout") < 0 ||
+	    symlink("/proc/self/fd/2", NEW "/dev/stderr") < 0)
+		give_up("symlink", NEW "/dev");
+}
+
+static void mount_system(void)
+{
+	const unsigned long quiet = MS_NOSUID | MS_NODEV | MS_NOEXEC;
+
+	mount_at("proc", NEW "/proc", "proc", quiet, NULL);
+	mount_at("sysfs", NEW "/sys", "sysfs", quiet | MS_RDONLY, NULL);
+	mount_at("cgroup", NEW "/sys/fs/cgroup", "cgroup2", quiet, NULL);
+	mount_at("tmpfs", NEW "/dev", "tmpfs", MS_NOSUID, "mode=755,size=64k");
+	make_devices();
+	mount_at("devpts", NEW "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, "newinstance,ptmxmode=0666,mode=0620,gid=5");
+	mount_at("shm", NEW "/dev/shm", "tmpfs", quiet, "mode=1777,size=64m");
+	mount_at("mqueue", NEW "/dev/mqueue", "mqueue", quiet, NULL);
+	make_dir(NEW "/run");
+	mount_at("told", NEW "/run/sandyard", "tmpfs", quiet, "mode=755,size=4m");
+}
+
+static void need_text(const char *path, const char *text)
+{
+	if (!write_text(path, text, strlen(text)))
+		give_up("write", path);
+}
+
+/* Every process of the sandbox is in one group, this one too: what it starts inherits it. */
+static void set_limits(const char *conf)
+{
+	struct rlimit files = {.rlim_cur = 65536, .rlim_max = 1048576};
+	const char *pids = find_record(conf, 'p'), *memory = find_record(conf, 'm');
+
+	need_text("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
+	make_dir("/sys/fs/cgroup/sandbox");
+	if (pids)
+		need_text("/sys/fs/cgroup/sandbox/pids.max", pids);
+	if (memory)
+		need_text("/sys/fs/cgroup/sandbox/memory.max", memory);
+	need_text("/sys/fs/cgroup/sandbox/cgroup.procs", "0");
+	need_text("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
+	setrlimit(RLIMIT_NOFILE, &files);
+}
+
+static void bring_loopback_up(void)
+{
+	struct ifreq request = {.ifr_name = "lo"};
+	int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+
+	request.ifr_flags = IFF_UP;
+	if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request) < 0)
+		give_up("interface", "lo");
+	close(fd);
+}
+
+static void move_root(void)
+{
+	if (chdir(NEW) < 0 || mount(".", "/", NULL, MS_MOVE, NULL) < 0 || chroot(".") < 0 || chdir("/") < 0)
+		give_up("root", NEW);
+}
+
+/* The records that are about the inside: environment, names, files. */
+static void apply(const char *conf)
+{
+	for (; *conf; conf = next_record(conf)) {
+		if (*conf == 'e') {
+			char *pair = strdup(conf + 1);
+
+			if (!pair || putenv(pair) != 0)
+				give_up("environment", conf + 1);
+		} else if (*conf == 'h') {
+			if (sethostname(conf + 1, strlen(conf + 1)) < 0)
+				give_up("hostname", conf + 1);
+		} else if (*conf == 'f') {
+			const char *path = conf + 1;
+
+			conf = next_record(conf);
+			need_text(path, conf + 1);
+		} else if (*conf == 'd') {
+			make_dir(conf + 1);
+		}
+	}
+}
+
+bool guest_is_ours(void) { return getpid() == 1 && access(HOME "/modules", R_OK) == 0; }
+
+int guest_enter(void)
+{
+	int console, port;
+	char *conf;
+
+	mount_at("dev", "/dev", "devtmpfs", MS_NOSUID, NULL);
+	console = open("/dev/console", O_WRONLY | O_NOCTTY);
+	if (console >= 0)
+		dup2(console, 2);
+	mount_at("proc", "/proc", "proc", 0, NULL);
+	mount_at("sysfs", "/sys", "sysfs", 0, NULL);
+	load_modules();
+	conf = read_configuration();
+	port = open_port();
+	if (!find_record(conf, 'P')) {
+		mount_root(conf);
+		mount_system();
+		move_root();
+		set_limits(conf);
+		apply(conf);
+	}
+	bring_loopback_up();
+	free(conf);
+	if (console >= 0)
+		close(console);
+	close(0);
+	close(1);
+	close(2);
+	return port;
+}
+
+static void keep(void)
+{
+	sigset_t none;
+
+	sigemptyset(&none);
+	sigprocmask(SIG_SETMASK, &none, NULL);
+	sleep(STILL_SECONDS);
+	ioctl(disk_fd, FITHAW, 0);
+	_exit(0);
+}
+
+int guest_freeze(bool still)
+{
+	if (disk_fd < 0)
+		return ENOTTY;
+	if (!still) {
+		if (keeper > 0)
+			kill(keeper, SIGKILL);
+		keeper = 0;
+		return ioctl(disk_fd, FITHAW, 0) < 0 ? errno : 0;
+	}
+	keeper = fork();
+	if (keeper < 0)
+		return errno;
+	if (keeper == 0)
+		keep();
+	return ioctl(disk_fd, FIFREEZE, 0) < 0 ? errno : 0;
+}

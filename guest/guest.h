@@ -1,0 +1,16 @@
+/* PID 1 of a guest kernel: from the initial RAM disk to the sandbox's own root. */
+#ifndef SANDYARD_GUEST_H
+#define SANDYARD_GUEST_H
+
+#include <stdbool.h>
+
+/* Whether this process is the first of a guest kernel, started from the RAM disk the host wrote. */
+bool guest_is_ours(void);
+/* Load modules, mount the sandbox's disks, move there. Returns the port to the host; on failure tells
+ * the console and ends, which ends the guest. */
+int guest_enter(void);
+/* Hold the sandbox's disk still with everything on it, or let it go on; an errno. It goes on by itself
+ * after a few seconds, so that a host which is lost between the two leaves no sandbox stuck. */
+int guest_freeze(bool still);
+
+#endif

@@ -1,0 +1,179 @@
+"""What every guest boots from: a distribution kernel, unpacked, and a RAM disk with the agent as PID 1.
+
+They lie below `<state>/microvm`, each named by its content; `manifest.json` says which are in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sandyard.config import Settings
+from sandyard.errors import HostError
+from sandyard.guest import agent_binary
+from sandyard.runtimes.microvm.cpio import Cpio
+from sandyard.runtimes.microvm.layout import Layout
+from sandyard.runtimes.microvm.modules import Modules
+
+KERNEL_PACKAGE = "linux-image-cloud-amd64"
+_REMEDY = "run: sandyard setup microvm"
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """`digest` is of kernel and RAM disk together: what a memory snapshot depends on."""
+
+    kernel: Path
+    initrd: Path
+    version: str  # of the kernel
+    agent: str  # digest of the agent within
+    digest: str
+
+
+def load_assets(settings: Settings) -> Assets:
+    """What `make_assets` made. Raises `HostError` where it is not there, or half."""
+    layout = Layout.of(settings)
+    try:
+        record = json.loads((layout.assets / "manifest.json").read_text())
+        found = Assets(**{**record, "kernel": Path(record["kernel"]), "initrd": Path(record["initrd"])})
+    except FileNotFoundError as error:
+        raise HostError("the microVM runtime is not set up", remedy=_REMEDY) from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise HostError(f"{layout.assets}/manifest.json: {error}", remedy=_REMEDY) from error
+    for path in (found.kernel, found.initrd):
+        if not path.is_file():
+            raise HostError(f"{path} is missing", remedy=_REMEDY)
+    return found
+
+
+async def ready_assets(settings: Settings) -> Assets:
+    """`load_assets`, with the RAM disk written anew where the agent has changed since."""
+    found = await asyncio.to_thread(load_assets, settings)
+    if found.agent == _digest(agent_binary().read_bytes()):
+        return found
+    return await make_assets(settings)
+
+
+async def make_assets(settings: Settings) -> Assets:
+    """Get the kernel (the distribution's package, or what `microvm.kernel` and `microvm.modules` name) and
+    write the RAM disk. Repairs what is half; what is there already is kept. Raises `HostError`."""
+    return await asyncio.to_thread(_make, settings)
+
+
+def _make(settings: Settings) -> Assets:
+    layout = Layout.of(settings)
+    layout.prepare()
+    if settings.microvm.kernel is not None:
+        if settings.microvm.modules is None:
+            raise HostError("microvm.kernel is set without microvm.modules", remedy="set both, or neither")
+        kernel, modules = settings.microvm.kernel, settings.microvm.modules
+    else:
+        kernel, modules = _packaged(layout.assets / "kernels")
+    agent = agent_binary().read_bytes()
+    initrd = ram_disk(agent, modules)
+    content = _read(kernel)
+    record = Assets(
+        kernel=_put(layout.assets / f"kernel-{_digest(content)}", content),
+        initrd=_put(layout.assets / f"initrd-{_digest(initrd)}", initrd),
+        version=modules.name,
+        agent=_digest(agent),
+        digest=_digest(_digest(content).encode() + _digest(initrd).encode()),
+    )
+    manifest = {**asdict(record), "kernel": str(record.kernel), "initrd": str(record.initrd)}
+    _put(layout.assets / "manifest.json", json.dumps(manifest, indent=2).encode(), again=True)
+    return record
+
+
+def ram_disk(agent: bytes, modules: Path) -> bytes:
+    """The first root of a guest: the agent, and the modules it loads (those of `lib/modules/VERSION`)."""
+    archive = Cpio()
+    archive.directory("dev")
+    archive.device("dev/console", 5, 1)
+    archive.file("sandyard-agent", agent, 0o755)
+    archive.directory("sandyard")
+    loaded = Modules(modules).ordered()
+    archive.file("sandyard/modules", "".join(f"{name}\n" for name, _ in loaded).encode())
+    for name, content in loaded:
+        archive.file(f"sandyard/{name}", content)
+    return archive.finish()
+
+
+def _packaged(kernels: Path) -> tuple[Path, Path]:
+    """The kernel and modules of the distribution's package, downloaded and unpacked at most once."""
+    found = sorted(kernels.glob("*/boot/vmlinuz-*"))
+    if not found:
+        _download(kernels)
+        found = sorted(kernels.glob("*/boot/vmlinuz-*"))
+    if not found:
+        raise HostError(f"no kernel in the packages below {kernels}", remedy="set microvm.kernel and microvm.modules")
+    kernel = found[-1]
+    version = kernel.name.removeprefix("vmlinuz-")
+    for prefix in ("lib", "usr/lib"):
+        modules = kernel.parent.parent / prefix / "modules" / version
+        if modules.is_dir():
+            return kernel, modules
+    raise HostError(f"no modules for {kernel}", remedy=f"remove {kernels} and run: sandyard setup microvm")
+
+
+def _download(kernels: Path) -> None:
+    package = _real_package()
+    kernels.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=kernels) as scratch:
+        os.chmod(scratch, 0o755)
+        _run(["apt-get", "-o", "APT::Sandbox::User=root", "download", "-q", package], cwd=scratch)
+        (archive,) = Path(scratch).glob("*.deb")
+        _run(["dpkg-deb", "-x", str(archive), f"{scratch}/tree"])
+        os.replace(f"{scratch}/tree", kernels / package)
+
+
+def _real_package() -> str:
+    """The package the distribution's name of its cloud kernel stands for."""
+    said = _run(["apt-cache", "depends", "--important", KERNEL_PACKAGE])
+    for line in said.splitlines():
+        name = line.partition("Depends:")[2].strip()
+        if name.startswith("linux-image-"):
+            return name
+    raise HostError(
+        f"apt knows no {KERNEL_PACKAGE}", remedy="run apt-get update, or set microvm.kernel and microvm.modules"
+    )
+
+
+def _run(command: list[str], cwd: str | None = None) -> str:
+    if shutil.which(command[0]) is None:
+        raise HostError(f"no {command[0]} on this host", remedy="set microvm.kernel and microvm.modules")
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
+        raise HostError(f"{' '.join(command[:2])}: {''.join(last)}", remedy="run apt-get update and try again")
+    return ended.stdout
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise HostError(f"microvm.kernel {path}: {error.strerror}", remedy="set it to a bzImage") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _put(path: Path, content: bytes, *, again: bool = False) -> Path:
+    """Write a file whole; one named by its content is not written twice."""
+    if again or not path.is_file() or path.stat().st_size != len(content):
+        scratch = path.with_name(f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
+        try:
+            scratch.write_bytes(content)
+            scratch.chmod(0o444)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    return path

@@ -1,0 +1,52 @@
+"""The control groups of VMMs: made here, found and emptied as those of containers are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.errors import CreateFailed
+from sandyard.runtimes.container.cgroups import Cgroups
+
+_CONTROLLERS = ("", "memory", "pids", "cpu", "cpuacct", "freezer")
+_PERIOD = 100_000  # microseconds
+_THREADS = 128  # of a VMM: one for each virtual CPU, and those that wait for its disks
+
+
+@dataclass(frozen=True, slots=True)
+class VmLimits:
+    memory_bytes: int
+    cpu: float
+
+
+def make_groups(cgroups: Cgroups, sandbox_id: str, limits: VmLimits) -> list[Path]:
+    """The groups a VMM is to join. Raises `CreateFailed("limits")`; what was made then is for `Cgroups.remove`."""
+    quota = max(1000, int(limits.cpu * _PERIOD))
+    if cgroups.version == 2:
+        values = {
+            "memory.max": limits.memory_bytes,
+            "memory.swap.max": 0,
+            "pids.max": _THREADS,
+            "cpu.max": f"{quota} {_PERIOD}",
+        }
+    else:
+        values = {
+            "memory.limit_in_bytes": limits.memory_bytes,
+            "pids.max": _THREADS,
+            "cpu.cfs_period_us": _PERIOD,
+            "cpu.cfs_quota_us": quota,
+        }
+    made: list[Path] = []
+    try:
+        roots = [root for name, root in cgroups.roots.items() if name in _CONTROLLERS]
+        for root in dict.fromkeys(roots):
+            group = root / cgroups.parent / sandbox_id
+            group.mkdir(parents=True)
+            made.append(group)
+            for name, value in values.items():
+                file = group / name
+                if file.exists():
+                    file.write_text(str(value))
+    except OSError as error:
+        raise CreateFailed("limits", f"control group: {error}") from error
+    return made

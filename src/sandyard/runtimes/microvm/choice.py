@@ -1,0 +1,69 @@
+"""Which accelerator works on this host, found out by booting a guest with it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.config import Settings
+from sandyard.errors import HostError
+from sandyard.runtimes.container.layout import boot_id, read_json, write_json
+from sandyard.runtimes.microvm.assets import Assets
+from sandyard.runtimes.microvm.layout import Layout
+from sandyard.runtimes.microvm.machine import Accel
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """QEMU as it is on this host."""
+
+    path: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    engine: Engine
+    assets: Assets
+    accel: Accel
+    boot_seconds: float  # of a guest without disks, when it was tried
+
+
+def find_engine(settings: Settings) -> Engine:
+    """Raises `HostError`."""
+    path = shutil.which(settings.microvm.qemu)
+    if path is None:
+        remedy = "run: sandyard setup microvm (or apt-get install qemu-system-x86 qemu-utils)"
+        raise HostError(f"no {settings.microvm.qemu} on this host", remedy=remedy)
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    words = said.split("version ", 1)
+    if len(words) != 2:
+        raise HostError(f"{path} --version says {said[:80]!r}", remedy="set microvm.qemu to QEMU")
+    return Engine(path, words[1].split()[0])
+
+
+def candidates(settings: Settings) -> list[Accel]:
+    """What is to be tried, in this order."""
+    if settings.microvm.accel != "auto":
+        return [settings.microvm.accel]
+    return ["kvm", "tcg"] if Path("/dev/kvm").exists() else ["tcg"]
+
+
+def remembered(layout: Layout, engine: Engine, assets: Assets, allowed: list[Accel]) -> tuple[Accel, float] | None:
+    """What was found since the host booted, with the same QEMU and kernel."""
+    record = read_json(layout.assets / "accel.json")
+    if record is None or record.get("key") != _key(engine, assets) or record.get("accel") not in allowed:
+        return None
+    return record["accel"], float(record["boot_seconds"])
+
+
+async def remember(layout: Layout, choice: Choice) -> None:
+    record = {"key": _key(choice.engine, choice.assets), "accel": choice.accel, "boot_seconds": choice.boot_seconds}
+    await asyncio.to_thread(write_json, layout.assets / "accel.json", record)
+
+
+def _key(engine: Engine, assets: Assets) -> str:
+    return f"{boot_id()} {engine.path} {engine.version} {assets.digest}"

@@ -1,0 +1,114 @@
+"""The disk of a sandbox: a qcow2 image above a blank one of its size, and chains of them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from sandyard.errors import SandboxError
+
+_MIB = 1 << 20
+BLANK = "blank.img"
+DEEPEST = 16  # images of one sandbox
+_JOURNAL_MB = 8
+_TIMEOUT = 600.0
+
+
+def blank(store: Path, size_mb: int) -> Path:
+    """An empty file system in which `size_mb` MiB can be written: sparse, made once. Blocking.
+
+    Raises `SandboxError`."""
+    path = store / f"blank-{size_mb}.img"
+    if path.exists():
+        return path
+    with open(store / ".blank.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            return path
+        scratch = store / f".blank-{size_mb}.making"
+        try:
+            with open(scratch, "wb") as file:
+                file.truncate((size_mb + size_mb // 20 + _JOURNAL_MB + 4) * _MIB)
+            options = ["-O", "^resize_inode,sparse_super2", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"]
+            run(["mkfs.ext4", "-q", "-F", "-m", "0", "-J", f"size={_JOURNAL_MB}", *options, str(scratch)])
+            scratch.chmod(0o444)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    return path
+
+
+def first(home: Path, empty: Path) -> Path:
+    """The image that a new sandbox writes to, in its directory `home`. Blocking. Raises `SandboxError`."""
+    try:
+        os.link(empty, home / BLANK)
+    except OSError as error:
+        raise SandboxError(f"disk in {home}: {error.strerror}") from error
+    return above(home, BLANK, "raw", empty.stat().st_size, 0)
+
+
+def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
+    """Image `number` of a sandbox, above `backing`, a name in the same directory: so the chain is the same
+    wherever the directory is seen. Blocking."""
+    path = home / image(number)
+    run(["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", kind, str(path), str(size)])
+    path.chmod(0o600)
+    stat = home.stat()
+    os.chown(path, stat.st_uid, stat.st_gid)
+    return path
+
+
+def image(number: int) -> str:
+    return f"disk{number}.qcow2"
+
+
+def top(home: Path) -> int:
+    """The number of the image that is written to."""
+    return max(int(path.stem.removeprefix("disk")) for path in home.glob("disk*.qcow2"))
+
+
+def take(scratch: Path, target: Path, durable: bool) -> int:
+    """Make what a confined tool wrote an immutable layer at `target`, a new name; its bytes on the host's disk.
+
+    Blocking. Raises `SandboxError`, with nothing at `target`."""
+    try:
+        descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as file:
+            os.fchown(descriptor, 0, 0)
+            os.fchmod(descriptor, 0o444)
+            if durable:
+                os.fsync(descriptor)
+            os.link(f"/proc/self/fd/{descriptor}", target)  # this very file, whatever its name is now
+            if durable:
+                _sync_directory(target.parent)
+            return os.fstat(file.fileno()).st_blocks * 512
+    except OSError as error:
+        raise SandboxError(f"commit to {target}: {error.strerror}") from error
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def used_bytes(home: Path) -> int:
+    """What the chain of a sandbox takes on the host's disk."""
+    return sum(path.stat().st_blocks * 512 for path in home.glob("disk*.qcow2"))
+
+
+def run(command: Sequence[str]) -> str:
+    """Run a tool to its end. Raises `SandboxError` with what it said last."""
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError(f"{command[0]}: {error}") from error
+    if ended.returncode != 0:
+        said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
+        raise SandboxError(f"{command[0]} ended with {ended.returncode}: {''.join(said)}")
+    return ended.stdout

@@ -1,0 +1,191 @@
+"""A live microVM: its agent, its control socket, its death, its use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sandyard.errors import AgentLinkError, DeathReason, SandboxError
+from sandyard.guest.client import LinkAgent
+from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
+from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm.qmp import Qmp, QmpError
+
+if TYPE_CHECKING:
+    from sandyard.runtimes.microvm.runtime import MicroVMRuntime
+
+_ENDED = ("shutdown", "guest-panicked", "internal-error")
+_GROUP = "/sys/fs/cgroup/sandbox"
+_FILE_MAX = 8192
+
+
+class MicroVMInstance(Instance):
+    """Owns the pidfd of the VMM and both sockets. Made on the running event loop; `release` gives all back."""
+
+    def __init__(self, spec: SandboxSpec, pid: int, pidfd: int, runtime: MicroVMRuntime) -> None:
+        self.spec = spec
+        self.pid = pid
+        self.paused = False
+        self.qmp: Qmp | None = None
+        self._agent: LinkAgent | None = None
+        self._pidfd = pidfd
+        self._runtime = runtime
+        self._killed = False
+        self._ending: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._death: asyncio.Future[Death] = self._loop.create_future()
+        self._loop.add_reader(pidfd, self._on_exit)
+
+    @property
+    def agent(self) -> LinkAgent:
+        if self._agent is None:
+            raise AgentLinkError(f"sandbox {self.spec.sandbox_id}: no link to its agent")
+        return self._agent
+
+    @property
+    def linked(self) -> bool:
+        return self._agent is not None
+
+    @property
+    def control(self) -> Qmp:
+        if self.qmp is None:
+            raise QmpError(f"sandbox {self.spec.sandbox_id}: no connection to its VMM")
+        return self.qmp
+
+    async def open_control(self, path: Path, timeout: float) -> str:
+        """Connect to the VMM; its state ("running", "paused", …). Raises `QmpError`."""
+        self.qmp = await Qmp.connect(path, timeout, self._on_event)
+        status = await self.control.execute("query-status")
+        state = str(status.get("status")) if isinstance(status, dict) else ""
+        if state in _ENDED:
+            self._guest_ended(state)
+        return state
+
+    async def replace_agent(self, open_link: Callable[[], Awaitable[LinkAgent]]) -> None:
+        """Close the old link, then take a new one: a port serves one at a time."""
+        old, self._agent = self._agent, None
+        if old is not None:
+            await old.close()
+        self._agent = await open_link()
+
+    async def wait_dead(self) -> Death:
+        return await asyncio.shield(self._death)
+
+    async def usage(self) -> Usage:
+        """Memory and processes as the guest's kernel counts them, CPU as the host's does."""
+        home = self._runtime.layout.disk(self.spec.sandbox_id)
+        host = await asyncio.to_thread(self._runtime.cgroups.read, self.spec.sandbox_id)
+        taken = await asyncio.to_thread(disk.used_bytes, home)
+        if self.paused:
+            return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
+        names = ("memory.current", "memory.stat", "memory.events", "pids.current")
+        current, stat, events, pids = await asyncio.gather(*(self._counter(name) for name in names))
+        return Usage(
+            memory_bytes=_number(current),
+            memory_cache_bytes=_field(stat, "file"),
+            cpu_seconds=host.cpu_seconds,
+            disk_bytes=taken,
+            pids=_number(pids),
+            oom_kills=_field(events, "oom_kill"),
+        )
+
+    async def pause(self) -> None:
+        await self._runtime.pause(self)
+
+    async def resume(self) -> None:
+        await self._runtime.resume(self)
+
+    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
+        return await self._runtime.commit(self, target, durable=durable)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the VMM; with it goes everything in the guest."""
+        self._killed = True
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def release(self) -> None:
+        """Close both sockets and stop watching; the guest is left alone. Idempotent."""
+        self._close_pidfd()
+        self._death.cancel()
+        if self._ending is not None:
+            self._ending.cancel()
+        if self._agent is not None:
+            await self._agent.close()
+        if self.qmp is not None:
+            await self.qmp.close()
+
+    async def console(self) -> str:
+        """The end of what the guest's kernel said."""
+        said = await self.control.execute("ringbuf-read", {"device": "console", "size": 4096, "format": "utf8"})
+        return str(said)
+
+    async def _counter(self, name: str) -> str:
+        chunks = [chunk async for chunk in self.agent.read_file(f"{_GROUP}/{name}", 0, _FILE_MAX)]
+        return b"".join(chunks).decode(errors="replace")
+
+    def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
+        if name in ("SHUTDOWN", "GUEST_PANICKED"):
+            self._guest_ended(str(data.get("reason", name.lower())))
+
+    def _guest_ended(self, how: str) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end(how))
+
+    async def _end(self, how: str) -> None:
+        """The guest stands still after its end: learn why, then let the VMM go."""
+        tail = ""
+        with suppress(SandboxError):
+            tail = await self.console()
+        if not self._death.done():
+            self._death.set_result(_death_of(how, tail))
+        if self._pidfd >= 0:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _on_exit(self) -> None:
+        self._close_pidfd()
+        with suppress(ChildProcessError):  # of an earlier server, it is the host's init that collects it
+            os.waitpid(self.pid, os.WNOHANG)
+        if not self._death.done():
+            self._death.set_result(self._why())
+
+    def _why(self) -> Death:
+        if self._killed:
+            return Death(DeathReason.KILLED)
+        if self._runtime.cgroups.read(self.spec.sandbox_id).oom_kills:
+            return Death(DeathReason.OOM, "the VMM went beyond what the host allows it")
+        return Death(DeathReason.HOST, f"the VMM ({self.pid}) was ended: {self._runtime.said(self.spec.sandbox_id)}")
+
+    def _close_pidfd(self) -> None:
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _death_of(how: str, console: str) -> Death:
+    lines = [line.strip() for line in console.splitlines() if line.strip()]
+    panic = next((line for line in lines if "Kernel panic" in line), None)
+    if panic is not None:
+        reason = DeathReason.OOM if "Out of memory" in panic or "out of memory" in panic else DeathReason.CRASHED
+        return Death(reason, panic[-300:])
+    return Death(DeathReason.CRASHED, f"the guest ended: {how}" + (f" ({lines[-1][-200:]})" if lines else ""))
+
+
+def _number(text: str) -> int:
+    return int(text) if text.strip().isdigit() else 0
+
+
+def _field(text: str, name: str) -> int:
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return _number(value)
+    return 0

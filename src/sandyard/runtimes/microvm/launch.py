@@ -1,0 +1,132 @@
+"""Start one VMM: in namespaces, control groups and a root of its own, as a user of its own.
+
+Its root holds the system's programs, read-only, the images every guest shares, and the one directory
+that is its own at `/vm`. It has no network but what it is given.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.errors import CreateFailed, SandboxError
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+OWN = Path("/vm")
+SHARED = Path("/shared")
+# $1 the VMM's directory, $2 user, $3 the device of the accelerator or nothing, then groups up to `--`, then
+# pairs of a host's file and its name below /shared up to `--`, then the command.
+_SCRIPT = """
+set -e
+own=$1 user=$2 device=$3
+shift 3
+while [ "$1" != -- ]; do echo 0 > "$1/cgroup.procs"; shift; done
+shift
+root=/mnt
+mount -t tmpfs -o mode=755,size=1m,nosuid vmm $root
+mkdir $root/usr $root/dev $root/vm $root/shared $root/tmp
+for link in bin sbin lib lib64; do
+    if [ -L /$link ]; then ln -s usr/$link $root/$link
+    elif [ -d /$link ]; then mkdir $root/$link; mount --bind /$link $root/$link; fi
+done
+mount --bind /usr $root/usr
+mount -o remount,bind,ro,nosuid,nodev $root/usr
+for name in null zero urandom $device; do : > $root/dev/$name; mount --bind /dev/$name $root/dev/$name; done
+while [ "$1" != -- ]; do
+    : > "$root/shared/$2"
+    mount --bind "$1" "$root/shared/$2"
+    mount -o remount,bind,ro "$root/shared/$2"
+    shift 2
+done
+shift
+mount --bind "$own" $root/vm
+mount -o remount,ro $root
+cd /
+exec chroot --userspec="$user:$user" --groups="$user" $root "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class VmStart:
+    """`shared` maps names below `/shared` to files of the host; `network` is a namespace to be in."""
+
+    own: Path
+    uid: int
+    groups: Sequence[Path]
+    shared: dict[str, Path]
+    log: Path
+    device: str = ""
+    network: Path | None = None
+
+
+def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Start `command` with `descriptors` open; its pid. Blocking, and returns before it has come up.
+
+    The pid is that of the VMM itself: every step on the way is an exec. Raises `CreateFailed("vmm")`."""
+    where = ["nsenter", f"--net={plan.network}"] if plan.network else []
+    spaces = [*where, "unshare", "--mount", "--ipc", *([] if plan.network else ["--net"])]
+    shared = [part for name, path in plan.shared.items() for part in (str(path), name)]
+    groups = [str(group) for group in plan.groups]
+    arguments = [str(plan.own), str(plan.uid), plan.device, *groups, "--", *shared, "--", *command]
+    try:
+        with open(plan.log, "wb") as log:
+            process = subprocess.Popen(
+                [*spaces, "sh", "-c", _SCRIPT, "vmm", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=descriptors,
+                start_new_session=True,  # it outlives its server
+                cwd="/",
+                env={"PATH": _PATH},
+            )
+    except OSError as error:
+        raise CreateFailed("vmm", str(error)) from error
+    process.returncode = 0  # whoever holds its pidfd reaps it; this object is not to warn that it runs
+    return process.pid
+
+
+def run_confined(plan: VmStart, command: Sequence[str], timeout: float) -> None:
+    """Run a tool to its end where the VMM runs: what it reads is what a guest may have written.
+
+    Blocking. Raises `SandboxError`."""
+    pid = start_vmm(plan, command, ())
+    pidfd = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            raise SandboxError(f"{command[0]} did not end within {timeout:g} s")
+    finally:
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+    if status != 0:
+        raise SandboxError(f"{command[0]}: {last_lines(plan.log)}")
+
+
+def listen(stack: ExitStack, path: Path) -> int:
+    """A listening socket at `path`, inheritable by number, closed with `stack`."""
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    listener.bind(str(path))
+    os.chmod(path, 0o600)
+    listener.listen(4)
+    return listener.fileno()
+
+
+def last_lines(log: Path, count: int = 3) -> str:
+    """What a VMM said last, in one line."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except FileNotFoundError:
+        lines = []
+    return " | ".join(lines[-count:]) or "it said nothing"

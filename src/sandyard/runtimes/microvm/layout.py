@@ -1,0 +1,76 @@
+"""Where the microVM runtime keeps its things on the host."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.config import Settings
+from sandyard.errors import HostError
+
+_SOCKET_LIMIT = 107  # bytes of sun_path
+_ID_LENGTH = 40
+_UIDS = 1_000_000
+ROOT_IDS = 65536  # what container sandboxes take above `container.uid_base`
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Paths below `run` (sockets, records of processes) and `state` (assets, images, disks)."""
+
+    run: Path
+    state: Path
+    uid_base: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> Layout:
+        return cls(settings.paths.run.absolute(), settings.paths.state.absolute(), settings.container.uid_base)
+
+    @property
+    def assets(self) -> Path:
+        return self.state / "microvm"
+
+    @property
+    def images(self) -> Path:
+        return self.assets / "images"
+
+    @property
+    def disks(self) -> Path:
+        return self.assets / "sandboxes"
+
+    @property
+    def homes(self) -> Path:
+        return self.run / "microvm"
+
+    @property
+    def cgroup_parent(self) -> str:
+        return f"sandyard-vm-{hashlib.sha256(str(self.run).encode()).hexdigest()[:8]}"
+
+    def home(self, sandbox_id: str) -> Path:
+        return self.homes / sandbox_id
+
+    def disk(self, sandbox_id: str) -> Path:
+        return self.disks / sandbox_id
+
+    def agent_socket(self, sandbox_id: str) -> Path:
+        return self.home(sandbox_id) / "agent"
+
+    def qmp_socket(self, sandbox_id: str) -> Path:
+        return self.home(sandbox_id) / "qmp"
+
+    def uid(self, sandbox_id: str) -> int:
+        """The host user that a sandbox's VMM runs as: nobody else's, and hardly another sandbox's."""
+        number = int.from_bytes(hashlib.sha256(sandbox_id.encode()).digest()[:8], "big")
+        return self.uid_base + ROOT_IDS + number % _UIDS
+
+    def prepare(self) -> None:
+        """Make the directories. Raises `HostError`."""
+        if len(os.fsencode(self.agent_socket("x" * _ID_LENGTH))) > _SOCKET_LIMIT:
+            raise HostError(f"paths.run {self.run} is too long for Unix sockets", remedy="set a shorter paths.run")
+        try:
+            for path in (self.homes, self.assets, self.images, self.disks):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise HostError(f"paths: {error}", remedy="run as root or set paths.run and paths.state") from error

@@ -1,0 +1,105 @@
+"""The command line of one VMM, from what a machine is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Accel = Literal["kvm", "tcg"]
+RINGBUF = 65536  # bytes of console that are kept
+_TB_MB = 64  # translated code, under TCG
+_TYPES: dict[str, str] = {
+    # No PCI, no firmware tables: what starts quickest. Its timer calibration hangs without KVM.
+    "kvm": "microvm,pit=off,pic=off,rtc=on",
+    "tcg": "q35,hpet=on,sata=off,smbus=off,usb=off",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """A disk of the guest, which knows it by its serial. `path` is as the VMM sees it."""
+
+    serial: str
+    path: Path
+    format: Literal["raw", "qcow2"]
+    writable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Everything a VMM is started with. Paths are as the VMM sees them; the sockets are open descriptors.
+
+    `memory_path` is the file the RAM lies in (None: anonymous); with `private` it is only read, and
+    pages that the guest changes are the process's own. `incoming` waits for a state to be loaded."""
+
+    binary: str
+    accel: Accel
+    kernel: Path
+    initrd: Path
+    memory_mb: int
+    vcpus: int
+    agent_fd: int
+    qmp_fd: int
+    drives: Sequence[Drive] = ()
+    memory_path: Path | None = None
+    private: bool = False
+    incoming: bool = False
+    tap_fd: int | None = None
+
+    @property
+    def type(self) -> str:
+        return _TYPES[self.accel].partition(",")[0]
+
+    @property
+    def cpu(self) -> str:
+        return "host" if self.accel == "kvm" else "max"
+
+    def command(self) -> list[str]:
+        return [
+            *(self.binary, "-nodefaults", "-no-user-config", "-display", "none"),
+            *("-machine", f"{_TYPES[self.accel]},memory-backend=ram,suppress-vmdesc=on", "-cpu", self.cpu),
+            *("-accel", "kvm" if self.accel == "kvm" else f"tcg,thread=multi,tb-size={_TB_MB}"),
+            *("-m", f"{self.memory_mb}M", "-smp", str(self.vcpus), "-object", self._memory()),
+            *("-global", "migration.send-configuration=off"),
+            *("-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", self._append()),
+            # A guest that ends stands still, so that whoever looks later still learns why.
+            *("-action", "shutdown=pause,reboot=shutdown,panic=pause"),
+            *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
+            *("-chardev", f"socket,id=qmp,fd={self.qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control"),
+            *("-chardev", f"ringbuf,id=console,size={RINGBUF}", "-serial", "chardev:console"),
+            *("-chardev", f"socket,id=agent,fd={self.agent_fd},server=on,wait=off"),
+            *("-device", f"virtio-serial-{self._bus}", "-device", "virtserialport,chardev=agent,name=sandyard.agent"),
+            *(part for drive in self.drives for part in self._drive(drive)),
+            *self._network(),
+            *(("-incoming", "defer", "-S") if self.incoming else ()),
+        ]
+
+    @property
+    def _bus(self) -> str:
+        return "device" if self.type == "microvm" else "pci"
+
+    def _memory(self) -> str:
+        size = f"id=ram,size={self.memory_mb}M"
+        if self.memory_path is None:
+            return f"memory-backend-ram,{size}"
+        share = "off" if self.private else "on"
+        return f"memory-backend-file,{size},mem-path={self.memory_path},share={share}"
+
+    def _append(self) -> str:
+        quick = "tsc=reliable no_timer_check" if self.accel == "kvm" else ""
+        return f"console=ttyS0 quiet panic=-1 rdinit=/sandyard-agent random.trust_cpu=on {quick}".strip()
+
+    def _drive(self, drive: Drive) -> Sequence[str]:
+        access = "read-only=off,discard=unmap,detect-zeroes=unmap" if drive.writable else "read-only=on"
+        cache = "cache.direct=off,cache.no-flush=off"
+        file = f"driver=file,filename={drive.path},node-name=file-{drive.serial},{access.partition(',detect')[0]}"
+        node = f"driver={drive.format},node-name={drive.serial},file=file-{drive.serial},{access},{cache}"
+        device = f"virtio-blk-{self._bus},drive={drive.serial},serial={drive.serial},id=dev-{drive.serial}"
+        return ("-blockdev", f"{file},{cache}", "-blockdev", node, "-device", device)
+
+    def _network(self) -> Sequence[str]:
+        if self.tap_fd is None:
+            return ()
+        return ("-netdev", f"tap,id=net,fd={self.tap_fd}", "-device", f"virtio-net-{self._bus},netdev=net,rombar=0")

@@ -1,0 +1,135 @@
+"""A client of QEMU's control socket (QMP): one command at a time, events beside them.
+
+The peer has a hostile guest inside it: a line is bounded, an answer has a deadline, and whatever is
+not the protocol closes the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sandyard.errors import SandboxError
+
+LINE_MAX = 1 << 20
+Event = Callable[[str, Mapping[str, Any]], None]
+
+
+class QmpError(SandboxError):
+    """QEMU refused a command (`kind` is its error class), or the connection is gone (`kind` is "")."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Qmp:
+    """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_event: Event) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._on_event = on_event
+        self._lock = asyncio.Lock()
+        self._id = 0
+        self._waiting: tuple[int, asyncio.Future[Any]] | None = None
+        self._lost: QmpError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls, path: Path, timeout: float, on_event: Event = lambda name, data: None, *, call_timeout: float = 30.0
+    ) -> Qmp:
+        """Connect and greet within `timeout` seconds. Raises `QmpError`."""
+        try:
+            async with asyncio.timeout(timeout):
+                reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_MAX)
+                client = cls(reader, writer, on_event)
+                try:
+                    if "QMP" not in await client._line():
+                        raise QmpError(f"{path}: the greeting is not QEMU's")
+                    client._task = asyncio.ensure_future(client._read())
+                    await client.execute("qmp_capabilities", timeout=call_timeout)
+                except BaseException:
+                    await client.close()
+                    raise
+                return client
+        except TimeoutError as error:
+            raise QmpError(f"QEMU at {path} did not greet within {timeout:g} s") from error
+        except OSError as error:
+            raise QmpError(f"no QEMU answers at {path}: {error.strerror}") from error
+
+    async def execute(
+        self, command: str, arguments: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+    ) -> Any:  # what a command returns differs from command to command
+        """Run one command and return what it answers. Raises `QmpError`."""
+        async with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._id += 1
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._waiting = (self._id, answer)
+            request = {"execute": command, "id": self._id} | ({"arguments": dict(arguments)} if arguments else {})
+            try:
+                async with asyncio.timeout(timeout):
+                    self._writer.write(json.dumps(request).encode() + b"\n")
+                    await self._writer.drain()
+                    return await answer
+            except TimeoutError as error:
+                raise QmpError(f"QEMU did not answer {command} within {timeout:g} s") from error
+            except OSError as error:
+                raise QmpError(f"the connection to QEMU broke at {command}: {error}") from error
+            finally:
+                self._waiting = None
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._fail(QmpError("the connection to QEMU was closed"))
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _line(self) -> dict[str, Any]:
+        try:
+            line = await self._reader.readuntil(b"\n")
+            message = json.loads(line)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise QmpError("QEMU closed its control connection") from error
+        except (asyncio.LimitOverrunError, ValueError) as error:
+            raise QmpError(f"QEMU sent what is not its protocol: {error}") from error
+        if not isinstance(message, dict):
+            raise QmpError("QEMU sent what is not its protocol: no object")
+        return message
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._take(await self._line())
+        except QmpError as error:
+            self._fail(error)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if "event" in message:
+            data = message.get("data")
+            self._on_event(str(message["event"]), data if isinstance(data, dict) else {})
+            return
+        if self._waiting is None or message.get("id") != self._waiting[0] or self._waiting[1].done():
+            return  # of a command that was given up
+        error = message.get("error")
+        if isinstance(error, dict):
+            self._waiting[1].set_exception(QmpError(f"QEMU: {error.get('desc')}", str(error.get("class"))))
+        else:
+            self._waiting[1].set_result(message.get("return"))
+
+    def _fail(self, error: QmpError) -> None:
+        self._lost = self._lost or error
+        if self._waiting is not None and not self._waiting[1].done():
+            self._waiting[1].set_exception(self._lost)

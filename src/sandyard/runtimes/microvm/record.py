@@ -1,0 +1,41 @@
+"""What finds a microVM again: of one that runs, and of one that is halted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.container.layout import boot_id, decode_spec, encode_spec, read_json, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    spec: SandboxSpec
+    pid: int
+
+
+def save_running(home: Path, spec: SandboxSpec, pid: int) -> None:
+    write_json(home / "state.json", {**encode_spec(spec), "pid": pid})
+
+
+def load_running(home: Path) -> Running | None:
+    """None where there is none, or half of one, or one of an earlier boot of the host."""
+    record = read_json(home / "state.json")
+    if record is None or record["boot_id"] != boot_id():
+        return None
+    return Running(decode_spec(record), record["pid"])
+
+
+def save_halted(disk: Path, spec: SandboxSpec) -> None:
+    write_json(disk / "halted.json", encode_spec(spec))
+
+
+def load_halted(disk: Path) -> SandboxSpec | None:
+    record: dict[str, Any] | None = read_json(disk / "halted.json")
+    return None if record is None else decode_spec(record)
+
+
+def forget_halted(disk: Path) -> None:
+    (disk / "halted.json").unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""The making of one microVM on the host, up to the moment its VMM runs. Blocking."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from sandyard.config import Settings
+from sandyard.errors import CreateFailed, SandboxError
+from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.container.cgroups import Cgroups
+from sandyard.runtimes.microvm import conf, disk
+from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups
+from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.images import image_of
+from sandyard.runtimes.microvm.launch import OWN, SHARED, VmStart, listen, start_vmm
+from sandyard.runtimes.microvm.layout import Layout
+from sandyard.runtimes.microvm.machine import Drive, Machine
+from sandyard.runtimes.microvm.record import save_running
+
+LAYER_FILES_MAX = 16
+_CONF = "conf.img"
+
+
+class Starter:
+    """Starts VMMs by `settings` in `layout`."""
+
+    def __init__(self, settings: Settings, layout: Layout, cgroups: Cgroups) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._cgroups = cgroups
+
+    def start(self, choice: Choice, spec: SandboxSpec, *, used: bool) -> int:
+        """Make disk, groups and sockets and start the VMM; its pid. `used`: on the disk it had.
+
+        Raises `CreateFailed` naming the stage; what was made until then is left for `destroy`."""
+        directories, files = split_layers(spec.rootfs.layers)
+        layout, own = self._layout, self._layout.disk(spec.sandbox_id)
+        base = image_of(directories, layout.images, layout.uid_base)
+        shared = {"base": base, **{f"layer{number}": path for number, path in enumerate(files)}}
+        try:
+            content = conf.configuration(spec, len(files), used=used)
+            if not used:
+                self._make_own(spec.sandbox_id)
+                disk.first(own, disk.blank(layout.images, spec.resources.disk_mb))
+            self._write(own / _CONF, content)
+        except SandboxError as error:
+            raise CreateFailed("disk", error.message) from error
+        except ValueError as error:
+            raise CreateFailed("spec", str(error)) from error
+        drives = [Drive("conf", OWN / _CONF, "raw"), Drive("base", SHARED / "base", "raw")]
+        drives.append(Drive("disk", OWN / disk.image(disk.top(own)), "qcow2", writable=True))
+        drives += [Drive(f"layer{number}", SHARED / f"layer{number}", "qcow2") for number in range(len(files))]
+        return self._run(choice, spec, drives, shared)
+
+    def start_probe(self, choice: Choice, sandbox_id: str, layer: Path) -> int:
+        """Start a guest that mounts nothing and answers; its pid."""
+        self._make_own(sandbox_id)
+        self._write(self._layout.disk(sandbox_id) / _CONF, conf.PROBE)
+        spec = SandboxSpec(sandbox_id, Rootfs([layer]), Resources(memory_mb=64))
+        return self._run(choice, spec, [Drive("conf", OWN / _CONF, "raw")], {})
+
+    def plan(self, spec: SandboxSpec, groups: Sequence[Path], shared: dict[str, Path], device: str = "") -> VmStart:
+        """What a process of this sandbox on the host is confined to."""
+        sandbox_id = spec.sandbox_id
+        return VmStart(
+            own=self._layout.disk(sandbox_id),
+            uid=self._layout.uid(sandbox_id),
+            groups=groups,
+            shared=shared,
+            log=self._layout.home(sandbox_id) / ("vmm.log" if groups else "tool.log"),
+            device=device,
+        )
+
+    def _make_own(self, sandbox_id: str) -> None:
+        own, uid = self._layout.disk(sandbox_id), self._layout.uid(sandbox_id)
+        try:
+            own.mkdir(mode=0o700)
+            os.chown(own, uid, uid)
+        except OSError as error:
+            raise CreateFailed("disk", f"{own}: {error.strerror}") from error
+
+    @staticmethod
+    def _write(path: Path, content: bytes) -> None:
+        path.unlink(missing_ok=True)  # never through a link that its VMM may have put there
+        with open(path, "xb") as file:
+            file.write(content)
+        path.chmod(0o444)
+
+    def _run(self, choice: Choice, spec: SandboxSpec, drives: Sequence[Drive], shared: dict[str, Path]) -> int:
+        sandbox_id, home = spec.sandbox_id, self._layout.home(spec.sandbox_id)
+        memory_mb = spec.resources.memory_mb + self._settings.microvm.guest_mb
+        limit = (memory_mb + self._settings.microvm.overhead_mb) << 20
+        groups = make_groups(self._cgroups, sandbox_id, VmLimits(limit, spec.resources.cpu))
+        shared = {"kernel": choice.assets.kernel, "initrd": choice.assets.initrd, **shared}
+        device = "kvm" if choice.accel == "kvm" else ""
+        with ExitStack() as stack:
+            try:
+                home.mkdir(mode=0o700)
+                agent_fd = listen(stack, self._layout.agent_socket(sandbox_id))
+                qmp_fd = listen(stack, self._layout.qmp_socket(sandbox_id))
+            except OSError as error:
+                raise CreateFailed("sockets", f"{home}: {error}") from error
+            machine = Machine(
+                binary=choice.engine.path,
+                accel=choice.accel,
+                kernel=SHARED / "kernel",
+                initrd=SHARED / "initrd",
+                memory_mb=memory_mb,
+                vcpus=max(1, math.ceil(spec.resources.cpu)),
+                agent_fd=agent_fd,
+                qmp_fd=qmp_fd,
+                drives=drives,
+            )
+            plan = self.plan(spec, groups, shared, device)
+            pid = start_vmm(plan, machine.command(), (agent_fd, qmp_fd))
+        save_running(home, spec, pid)
+        return pid
+
+
+def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Directories, and the files that lie above them. Raises `CreateFailed("rootfs")`."""
+    files: list[Path] = []
+    for layer in layers:
+        if not layer.is_file():
+            break
+        files.append(layer)
+    directories = list(layers[len(files) :])
+    for layer in directories:
+        if not layer.is_dir():
+            raise CreateFailed("rootfs", f"layer {layer} is no directory, and not above all that are")
+    if not directories:
+        raise CreateFailed("rootfs", "no layer is a directory: there is nothing to stand on")
+    if len(files) > LAYER_FILES_MAX:
+        raise CreateFailed("rootfs", f"{len(files)} committed layers, where {LAYER_FILES_MAX} are the most")
+    return directories, files
