@@ -304,6 +304,7 @@ int guest_enter(void)
 	int console, port;
 	char *conf;
 
+	umask(0);
 	mount_at("dev", "/dev", "devtmpfs", MS_NOSUID, NULL);
 	console = open("/dev/console", O_WRONLY | O_NOCTTY);
 	if (console >= 0)

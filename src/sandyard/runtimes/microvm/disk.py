@@ -81,7 +81,8 @@ def take(scratch: Path, target: Path, durable: bool) -> int:
             os.fchmod(descriptor, 0o444)
             if durable:
                 os.fsync(descriptor)
-            os.link(f"/proc/self/fd/{descriptor}", target)  # this very file, whatever its name is now
+            # This very file, whatever its name is now; only with a directory does Python follow the link.
+            os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=descriptor)
             if durable:
                 _sync_directory(target.parent)
             return os.fstat(file.fileno()).st_blocks * 512
