@@ -10,6 +10,8 @@ from typing import Any
 import mcp_types as types
 from mcp.server.lowlevel.server import Server
 from mcp.server.stdio import stdio_server
+from mcp.shared.exceptions import MCPError
+from mcp_types.jsonrpc import INVALID_PARAMS, METHOD_NOT_FOUND
 
 _SCHEMA = {
     "type": "object",
@@ -32,8 +34,10 @@ class Stub:
         schema = {"type": "object", "properties": {"x": {"type": "nonsense"}}} if self.kind == "bad-schema" else _SCHEMA
         return types.ListToolsResult(tools=[types.Tool(name=n, description=n, input_schema=schema) for n in TOOLS])
 
-    async def call_tool(self, _context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+    async def call_tool(self, context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         self.calls += 1
+        if self.kind == "changing":
+            return await self._change(context, params)
         arguments = params.arguments or {}
         match params.name:
             case "echo":
@@ -53,6 +57,15 @@ class Stub:
             case "count":
                 return _text(str(self.calls))
         raise RuntimeError("it went away")
+
+    async def _change(self, context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        """From the first call on `echo` wants other arguments, `fail` is gone, and `new` is there."""
+        await context.session.send_tool_list_changed()
+        if params.name == "fail":
+            raise MCPError(METHOD_NOT_FOUND, "no tool fail any more")
+        if "number" not in (params.arguments or {}):
+            raise MCPError(INVALID_PARAMS, "echo wants a number now")
+        return _text("new")
 
 
 def _text(text: str, *, is_error: bool = False) -> types.CallToolResult:

@@ -87,6 +87,20 @@ async def test_a_fault_of_the_server_is_not_the_policys(manager: ToolManager) ->
         await manager.call("vanish", {"text": ""})
 
 
+async def test_a_server_that_changes_its_tools_changes_nothing_of_the_episode() -> None:
+    """What a policy was shown stays so; a call that the server takes no more is told, and is nobody's death."""
+    async with mcp_tools(command("changing"), timeout=5.0) as tools:
+        manager = ToolManager(tools)
+        shown = manager.tool_infos()
+        for _ in range(2):
+            refused = await manager.call("echo", {"text": "x"})
+            assert (refused.status, "wants a number" in refused.observation) == (StepStatus.INVALID_CALL, True)
+        assert "number" in (await manager.call("echo", {"text": "x", "number": 1})).observation  # by the old schema
+        assert "no tool fail" in (await manager.call("fail", {"text": "x"})).observation
+        assert "There is no tool" in (await manager.call("new", {})).observation
+        assert manager.tool_infos() == shown
+
+
 async def test_only_the_tools_that_are_asked_for() -> None:
     async with mcp_tools(command("plain"), include=["echo"]) as tools:
         assert [tool.spec.name for tool in tools] == ["echo"]
