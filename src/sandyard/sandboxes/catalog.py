@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -136,7 +137,8 @@ class Catalog:
         self._node: Sequence[Template] = ()
         self._node_views: dict[str, TemplateView] = {}
         self._node_read_at = -1e9
-        self._parents: dict[Path, Path] = {}  # of layers that are differences; they never change
+        self._parents: dict[Path, Path] = {}  # of layers that are differences
+        self._shed: set[Path] = set()  # what merged layers do not need any more
         self._reserved: set[Path] = set()
 
     async def load(self) -> None:
@@ -305,8 +307,10 @@ class Catalog:
         cannot be known what a layer needs: then nothing goes."""
         if not self._layers.is_dir():
             return []
-        named = {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
-        kept = named | set(in_use) | self._reserved
+        kept = self._named() | set(in_use) | self._reserved
+        if not self._reserved:  # else a snapshot may be on its way that saw them in the chain below it
+            self._shed.clear()
+        kept |= self._shed
         kept |= self._needed(runtime, kept)  # not in a thread: what is kept must not change meanwhile
         # What is being written has its final name with something behind it.
         gone = [path for path in self._layers.iterdir() if path.with_name(path.name.partition(".")[0]) not in kept]
@@ -316,6 +320,32 @@ class Catalog:
         for layer in kept - set(in_use) - self._reserved:
             await asyncio.to_thread(runtime.slim, layer)
         return gone
+
+    async def compact(self, in_use: Collection[Path], runtime: Runtime) -> bool:
+        """Let layers have, as their own, what they need of others that nobody names or uses; whether any does now:
+        then there is something to `collect`. Those in use, and what is below them, are left alone."""
+        named = self._named()
+        busy = set(in_use) | self._reserved
+        busy |= self._needed(runtime, busy)
+        kept = named | busy | self._needed(runtime, named)
+        children = Counter(below for layer in kept if (below := self._parents.get(layer)) is not None)
+        changed = False
+        for layer in kept - busy:
+            spare: set[Path] = set()
+            below = self._parents.get(layer)
+            while below is not None and children[below] == 1 and below not in named | busy:
+                spare.add(below)
+                below = self._parents.get(below)
+            if not spare:
+                continue
+            if await asyncio.to_thread(runtime.merge, layer, spare):
+                self._parents.pop(layer, None)
+                self._shed |= spare
+                changed = True
+        return changed
+
+    def _named(self) -> set[Path]:
+        return {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
 
     def _needed(self, runtime: Runtime, layers: Collection[Path]) -> set[Path]:
         """What these layers are kept as the difference to."""

@@ -465,10 +465,12 @@ class SandboxManager:
         self.timers.set("collect", COLLECT_SECONDS, lambda: self.later(self._collect()))
 
     async def _collect(self) -> None:
-        in_use = self.layers_in_use()
-        for holder in self.layer_holders:
-            in_use.update(holder())
-        await self.catalog.collect(in_use, self.runtime)
+        await self.catalog.collect(self._layers_held(), self.runtime)
+        if await self.catalog.compact(self._layers_held(), self.runtime):
+            self.collect_soon()
+
+    def _layers_held(self) -> set[Path]:
+        return self.layers_in_use().union(*(holder() for holder in self.layer_holders))
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
