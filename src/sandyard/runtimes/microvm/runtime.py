@@ -46,7 +46,12 @@ class MicroVMRuntime(Runtime):
 
     name = "microvm"
     capabilities = Capabilities(
-        pause_keeps_memory=True, file_snapshot=True, halt=True, hard_disk_limit=True, shared_kernel=False
+        pause_keeps_memory=True,
+        file_snapshot=True,
+        halt=True,
+        hard_disk_limit=True,
+        small_commits=False,
+        shared_kernel=False,
     )
 
     def __init__(self, settings: Settings) -> None:
