@@ -52,6 +52,19 @@ async def test_what_cannot_be_served_is_refused_in_one_line(options: Sequence[st
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize(("noun", "module"), [("openenv", "uvicorn"), ("mcp", "mcp")])
+async def test_without_its_extra_the_remedy_is_named(noun: str, module: str) -> None:
+    code = f"import sys\nsys.modules[{module!r}] = None\nsys.argv[1:] = [{noun!r}, 'serve']\n"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", f"{code}from sandyard.cli import main\nmain()"),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, f"sandyard[{noun}]" in errors.decode()) == (2, True), errors.decode()
+
+
 async def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, text = await _run("--env", "echo", "--workers", "1", "--port", str(taken.getsockname()[1]))

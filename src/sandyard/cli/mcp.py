@@ -37,10 +37,12 @@ def serve(
     The sandbox is made by the first call on the server that E2B_API_URL (or AENV_API_URL) names, and killed at the
     end. SANDYARD_MCP_TOKEN, if set, is a token that every HTTP request must carry; a public address needs one.
     """
-    from sandyard.envs.mcp.server import serve_http, serve_stdio
-    from sandyard.envs.mcp.yard import SandboxYard
-    from sandyard.envs.sandbox import SandboxEnv
-
+    try:
+        from sandyard.envs.mcp.server import serve_http, serve_stdio
+        from sandyard.envs.mcp.yard import SandboxYard
+        from sandyard.envs.sandbox import SandboxEnv
+    except ModuleNotFoundError as error:
+        raise ConfigError(str(error), remedy="pip install 'sandyard[mcp]'") from error
     token = os.environ.get(_TOKEN) or None
     if transport == "http" and token is None and not is_loopback(host):
         raise ConfigError(

@@ -49,9 +49,11 @@ def serve(
     ] = False,
 ) -> None:
     """Serve an env at ws://HOST:PORT/ws, a session per connection. Stops gracefully on SIGTERM or Ctrl-C."""
-    from sandyard.envs.openenv.catalog import EnvSpec
-    from sandyard.envs.openenv.server import ServerOptions
-
+    try:
+        from sandyard.envs.openenv.catalog import EnvSpec
+        from sandyard.envs.openenv.server import ServerOptions
+    except ModuleNotFoundError as error:
+        raise ConfigError(str(error), remedy="pip install 'sandyard[openenv]'") from error
     if not allow_public and not is_loopback(host):
         raise ConfigError(
             f"{host} is a public address, and whoever reaches it runs programs here",
