@@ -351,8 +351,10 @@ class Catalog:
         """What these layers are kept as the difference to."""
         found: set[Path] = set()
         for layer in layers:
-            while (below := self._parents.get(layer) or runtime.needs(layer)) is not None and below not in found:
+            while (below := self._parents.get(layer) or runtime.needs(layer)) is not None:
                 self._parents[layer] = below
+                if below in found:
+                    break
                 found.add(below)
                 layer = below
         return found
