@@ -37,6 +37,8 @@ async def _hostname(kit: Kit) -> None:
 async def _processes(kit: Kit) -> None:
     expect(await kit.output("tr '\\0' ' ' < /proc/1/cmdline | grep -c agent") == "1", "PID 1 is not the agent")
     pids = [int(pid) for pid in (await kit.output("ls /proc | grep '^[0-9]'")).split()]
+    if kit.runtime.capabilities.own_kernel:
+        return  # its threads have numbers of their own
     expect(len(pids) < 40 and os.getpid() not in pids, f"{len(pids)} processes are seen")
 
 
@@ -50,6 +52,8 @@ async def _two(kit: Kit) -> None:
     expect((await kit.run(script, agent=other.agent)).text.split() == ["0", "0"], "one sees the other's")
     shared = "import ctypes; print(ctypes.CDLL(None).shmget(4242, 4096, 0o666))"
     expect(await kit.python(shared, agent=other.agent) == "-1", "shared memory is shared")
+    if kit.runtime.capabilities.own_kernel:
+        return  # whose threads are something to kill, to anybody
     expect((await kit.run("kill -0 -1", agent=other.agent, user="user")).status.code != 0, "something to kill")
 
 

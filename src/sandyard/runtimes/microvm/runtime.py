@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -419,6 +420,9 @@ class MicroVMRuntime(Runtime):
             await instance.release()
 
         def clear() -> None:
+            record = load_running(self.layout.home(sandbox_id))
+            if record is not None:
+                _end_child(record.pid)
             self.cgroups.kill(sandbox_id, deadline)
             self.cgroups.remove(sandbox_id, deadline)
             remove_tree(self.layout.home(sandbox_id))
@@ -428,6 +432,14 @@ class MicroVMRuntime(Runtime):
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
         self._instances.pop(sandbox_id, None)
+
+
+def _end_child(pid: int) -> None:
+    """Kill and collect a VMM that this process started, also one that has not joined its groups yet."""
+    with suppress(ChildProcessError):  # another's, or collected: only our own child's number cannot be another's
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _check_depth(spec: SandboxSpec) -> None:
