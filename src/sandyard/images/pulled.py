@@ -9,7 +9,8 @@ from pathlib import Path
 
 from sandyard.config import Settings
 from sandyard.errors import BadRequest
-from sandyard.images.oci.pull import Image, Transports, pull
+from sandyard.images.oci.pull import Image, Transports, needs, pull
+from sandyard.images.oci.room import Collect, collect_nothing
 from sandyard.images.progress import Progress, silent
 from sandyard.images.tarball import unpack
 from sandyard.images.templates import Origin, Template, TemplateStore, check_name
@@ -24,6 +25,7 @@ async def pull_template(
     progress: Progress = silent,
     *,
     start: bool = False,
+    collect: Collect = collect_nothing,
     transports: Transports = lambda _registry: None,
 ) -> Template:
     """Make `source` the template `name` (else what the image is called), in place of one of that name: sandboxes of
@@ -31,14 +33,15 @@ async def pull_template(
 
     `source`: what `pull` takes, or the path of a root file system's tar archive. Layers are shared with every other
     template that has them. Raises `BadRequest`, and `HostError` listing each source that was tried and why it
-    failed."""
+    failed; `NoRoom` where `collect` could not make room for it."""
     name = name or name_of(source)
     check_name(name)
     store = TemplateStore(settings)
     if _TARBALL.fullmatch(source):
         return await asyncio.to_thread(_unpacked, store, name, Path(source), progress)
-    image = await pull(settings, source, progress, transports=transports)
-    made = await asyncio.to_thread(_install, store, name, image, start)
+    with needs(settings, collect, transports) as given:
+        image = await pull(settings, source, progress, given)
+        made = await asyncio.to_thread(_install, store, name, image, start)
     progress("pull", 1.0, f"template {name}: {image.reference} from {image.source}")
     return made
 

@@ -21,7 +21,7 @@ class Finding:
 @dataclass(slots=True)
 class Checkup:
     """Of one kind: how many things there are and their bytes on disk; `damaged` ones, and `orphans`, which nothing
-    names: those of killed processes, say. `unknown` are whole as far as can be seen, with nothing to compare them to."""
+    names: those of killed processes, say. `unknown` ones look whole, and there is nothing to compare them to."""
 
     kind: str
     count: int = 0
