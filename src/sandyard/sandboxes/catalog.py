@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,9 @@ class Catalog:
         self._parents: dict[Path, Path] = {}  # of layers that are differences
         self._shed: set[Path] = set()  # what merged layers do not need any more
         self._reserved: set[Path] = set()
+        self.on_drop: Callable[[], None] = lambda: None  # there may be layers to collect, or to compact
+        # Of builds that no tag names any more, and the one that has their tag now.
+        self.on_replace: Callable[[Collection[str], Template, Build], None] = lambda _old, _template, _new: None
 
     async def load(self) -> None:
         """Read the database. Builds that an earlier server did not finish are errors now."""
@@ -221,15 +224,24 @@ class Catalog:
     # --- writing ---
 
     async def add_template(
-        self, tenant: str, kind: str, names: Sequence[str] = (), *, source: str | None = None, public: bool = False
+        self,
+        tenant: str,
+        kind: str,
+        names: Sequence[str] = (),
+        *,
+        source: str | None = None,
+        public: bool = False,
+        template_id: str | None = None,
     ) -> Template:
-        """Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
+        """`template_id`: one that it has elsewhere, and that no template here has.
+
+        Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
         names = [check_name(name) for name in names]
         for name in names:
             if (other := self._taken(name, tenant)) is not None:
                 raise Conflict(f"name '{name}' already points to template {other.id}", remedy="delete that one first")
         now = time.time()
-        template = Template(new_id(), tenant, kind, list(names), public, now, now, source)
+        template = Template(template_id or new_id(), tenant, kind, list(names), public, now, now, source)
         self._templates[template.id] = template  # before the wait, so that the name is taken
         try:
             await self._put(template)
@@ -255,11 +267,15 @@ class Catalog:
     async def set_tags(self, template: Template, build_id: str, tags: Sequence[str]) -> None:
         """Point tags to a build, wherever they pointed before."""
         now = time.time()
+        left = {template.tags[tag][0] for tag in tags if tag in template.tags}
         await self._tables.put_tags([TagRecord(template.id, tag, build_id, now) for tag in tags])
         for tag in tags:
             template.tags[tag] = (build_id, now)
         template.updated_at = now
         await self._put(template)
+        left -= {named for named, _ in template.tags.values()}
+        if left and (build := template.builds.get(build_id)) is not None:
+            self.on_replace(left, template, build)
 
     async def drop_tags(self, template: Template, tags: Sequence[str]) -> None:
         """Raises `NotFound` naming the first that does not exist; then none is dropped."""
@@ -275,6 +291,7 @@ class Catalog:
         await self._tables.drop_build(build_id)
         template.builds.pop(build_id, None)
         template.tags = {tag: named for tag, named in template.tags.items() if named[0] != build_id}
+        self.on_drop()
 
     async def delete(self, template: Template) -> None:
         """Forget a template with its builds and tags. Layers go with `collect`. Raises `BadRequest` for the node's."""
@@ -282,6 +299,7 @@ class Catalog:
             raise BadRequest(f"template '{template.name}' belongs to the node", remedy="remove it on the node itself")
         await self._tables.drop_template(template.id)
         self._templates.pop(template.id, None)
+        self.on_drop()
 
     # --- layers ---
 
@@ -290,11 +308,11 @@ class Catalog:
         return self._layers
 
     @contextlib.contextmanager
-    def new_layer(self) -> Iterator[Path]:
-        """A path for `Instance.commit`; `collect` leaves it alone until the context ends. By then a
-        build (or a sandbox) names it, or it is nobody's."""
+    def new_layer(self, name: str | None = None) -> Iterator[Path]:
+        """A path for `Instance.commit`, of a `name` that a layer has elsewhere; `collect` leaves it alone until the
+        context ends. By then a build (or a sandbox) names it, or it is nobody's."""
         self._layers.mkdir(mode=0o711, parents=True, exist_ok=True)
-        path = self._layers / new_id()
+        path = self._layers / (name or new_id())
         self._reserved.add(path)
         try:
             yield path
@@ -398,9 +416,14 @@ class Catalog:
             v if v.build_id else replace(v, build_id=str(uuid.uuid5(_NAMESPACE, v.template_id)))
             for v in self._source.views()
         ]
+        before = {template.name: template for template in self._node}
         self._node_views = {view.build_id: view for view in views}
         self._node = [_node_template(view) for view in views]
         self._node_read_at = now
+        for template in self._node:
+            old = before[template.name].builds.keys() - template.builds.keys() if template.name in before else None
+            if old:
+                self.on_replace(old, template, next(iter(template.builds.values())))
 
     def _hint(self, wanted: str, tenant: str | None) -> str:
         names = sorted({name for t in self.all(tenant) for name in t.names})

@@ -23,7 +23,7 @@ from sandyard.errors import (
 )
 from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime
 from sandyard.sandboxes.admission import Admission
-from sandyard.sandboxes.catalog import Catalog, Template
+from sandyard.sandboxes.catalog import Build, Catalog, Template
 from sandyard.sandboxes.copying import KIND, Copying
 from sandyard.sandboxes.expiry import Expiry
 from sandyard.sandboxes.extension import Extension, NoExtension
@@ -110,6 +110,8 @@ class SandboxManager:
         self._sandboxes: dict[str, Sandbox] = {}
         self._background: set[asyncio.Task[None]] = set()
 
+        self.catalog.on_drop = self.collect_soon
+        self.catalog.on_replace = self._replaced
     async def start(self) -> None:
         """Adopt what still lives, destroy everything else, then begin to warm the pool."""
         await self.graveyard.load(time.time())
@@ -448,6 +450,11 @@ class SandboxManager:
         await self.reaper.kill_all([s for s in self.everyone() if s.lease_id == lease.id], reason, detail)
 
     async def _shut(self, sandbox: Sandbox) -> None:
+    def _replaced(self, old: Collection[str], template: Template, build: Build) -> None:
+        view = self.catalog.view(template, build)
+        self.pool.supersede(old, view, view.resources or self.resources())
+        self.later(self.pool.drop(old))
+
         """The server stops."""
         await self.pausing.settle(sandbox)
         if sandbox.state is not State.PAUSED:
