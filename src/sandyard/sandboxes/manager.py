@@ -106,12 +106,12 @@ class SandboxManager:
         self.extension: Extension = NoExtension()
         # Lets a sandbox that was made, booted or taken over reach what its `network` allows, and nothing else.
         self.permit: Callable[[Sandbox], Awaitable[None]] = _permit_nothing
+        self.catalog.on_drop = self.collect_soon
+        self.catalog.on_replace = self._replaced
         self._relinking = asyncio.Lock()
         self._sandboxes: dict[str, Sandbox] = {}
         self._background: set[asyncio.Task[None]] = set()
 
-        self.catalog.on_drop = self.collect_soon
-        self.catalog.on_replace = self._replaced
     async def start(self) -> None:
         """Adopt what still lives, destroy everything else, then begin to warm the pool."""
         await self.graveyard.load(time.time())
@@ -437,6 +437,11 @@ class SandboxManager:
             sandbox.placed = False
             self.admission.release(sandbox.resources)
 
+    def _replaced(self, old: Collection[str], template: Template, build: Build) -> None:
+        view = self.catalog.view(template, build)
+        self.pool.supersede(old, view, view.resources or self.resources())
+        self.later(self.pool.drop(old))
+
     def _expire(self, sandbox: Sandbox, detail: str) -> None:
         self.later(self.pausing.expire(sandbox, detail))
 
@@ -450,11 +455,6 @@ class SandboxManager:
         await self.reaper.kill_all([s for s in self.everyone() if s.lease_id == lease.id], reason, detail)
 
     async def _shut(self, sandbox: Sandbox) -> None:
-    def _replaced(self, old: Collection[str], template: Template, build: Build) -> None:
-        view = self.catalog.view(template, build)
-        self.pool.supersede(old, view, view.resources or self.resources())
-        self.later(self.pool.drop(old))
-
         """The server stops."""
         await self.pausing.settle(sandbox)
         if sandbox.state is not State.PAUSED:
