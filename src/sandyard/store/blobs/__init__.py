@@ -11,6 +11,7 @@ from sandyard.store.blobs.base import (
     BlobRefused,
     BlobStore,
     BlobUnreachable,
+    Content,
 )
 from sandyard.store.blobs.opening import open_blobs
 
@@ -23,5 +24,6 @@ __all__ = [
     "BlobRefused",
     "BlobStore",
     "BlobUnreachable",
+    "Content",
     "open_blobs",
 ]
