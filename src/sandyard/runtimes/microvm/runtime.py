@@ -37,6 +37,7 @@ _BOOT_TIMEOUT: dict[Accel, float] = {"kvm": 20.0, "tcg": 180.0}
 _CALL_TIMEOUT: dict[Accel, float] = {"kvm": 30.0, "tcg": 120.0}
 _PACE: dict[Accel, float] = {"kvm": 1.0, "tcg": 15.0}
 _CONTROL_TIMEOUT = 30.0
+_GREETING = 5.0
 _DESTROY_TIMEOUT = 20.0
 _COMMIT_TIMEOUT = 600.0
 _Result = TypeVar("_Result")
@@ -361,7 +362,7 @@ class MicroVMRuntime(Runtime):
         path, patience = self.layout.agent_socket(instance.spec.sandbox_id), _CALL_TIMEOUT[choice.accel]
 
         async def link() -> LinkAgent:
-            return await open_agent(path, timeout, call_timeout=patience)
+            return await _reach(path, timeout, patience)
 
         linking = asyncio.ensure_future(instance.replace_agent(link))
         death = asyncio.ensure_future(instance.wait_dead())
@@ -432,6 +433,20 @@ class MicroVMRuntime(Runtime):
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
         self._instances.pop(sandbox_id, None)
+
+
+async def _reach(path: Path, timeout: float, patience: float) -> LinkAgent:
+    """Connect until the agent greets. QEMU may hold back for good what a guest sent while nobody was connected;
+    only a new connection makes it go on. Raises `AgentLinkError`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while True:
+        rest = deadline - loop.time()
+        try:
+            return await open_agent(path, min(rest, _GREETING), call_timeout=patience)
+        except AgentLinkError:
+            if rest <= _GREETING:
+                raise
 
 
 def _end_child(pid: int) -> None:
