@@ -24,8 +24,10 @@ from sandyard.server.control import (
     nodes,
     openapi,
     pausing,
+    remote,
     sandboxes,
     snapshots,
+    storage,
     teams,
     templates,
 )
@@ -35,6 +37,7 @@ from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.dataplane import DataPlane
 from sandyard.server.load import LoadHistory
 from sandyard.server.metrics import Metrics
+from sandyard.server.storekeeper import StoreKeeper
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
@@ -48,12 +51,14 @@ ROUTERS = [
         network,
         pausing,
         snapshots,
+        remote,
         builds,
         templates,
         leases,
         logs,
         teams,
         nodes,
+        storage,
         agentenv,
         health,
     )
@@ -68,6 +73,8 @@ class Application:
         self.keys = keys
         self.usage = UsageHistory(manager)
         self.builds = Builds(manager)
+        self.keeper = StoreKeeper(manager)
+        self.builds.bases.collect, self.builds.bases.settled = self.keeper.make_room, self.keeper.soon
         self.control = control_plane(
             Context(
                 manager,
@@ -79,6 +86,7 @@ class Application:
                 LoadHistory(manager),
                 self.builds,
                 Tickets(tokens),
+                self.keeper,
                 hooks,
             )
         )

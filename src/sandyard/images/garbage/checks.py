@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,24 +55,28 @@ class NodeTemplates:
             if not record.is_file():
                 found.orphans.append(Finding(home.name, "it has no template.json: not finished, or deleted", home))
                 continue
-            note(found, home.name, home, self._record(record))
+            current, problem = self._record(record)
+            note(found, home.name, home, problem)
             for state in _folders(home):
                 if (tree := state / "rootfs").exists():
-                    note(found, f"{home.name}/{state.name}", state, compare(state, tree, deep=deep))
+                    what = home if state.name == current else state  # without its files a template is none
+                    note(found, f"{home.name}/{state.name}", what, compare(state, tree, deep=deep))
         if self._store.home.is_dir():
             left = self._store.leftovers()
             found.orphans += [Finding(path.name, "left by a build that was killed", path) for path in left]
         return found
 
-    def _record(self, path: Path) -> str | None:
+    def _record(self, path: Path) -> tuple[str, str | None]:
+        """The id of the current state, and what is wrong with the record."""
         try:
             template = self._store.read(path)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"its template.json cannot be read: {error}"
+            return "", f"its template.json cannot be read: {error}"
         except FileNotFoundError:
-            return None  # it was deleted meanwhile
+            return "", None  # it was deleted meanwhile
         missing = [str(layer) for layer in template.rootfs.layers if not os.path.lexists(layer)]
-        return f"it stands on {missing[0]}, which is not there" if missing and path.exists() else None
+        problem = f"it stands on {missing[0]}, which is not there" if missing and path.exists() else None
+        return template.template_id, problem
 
 
 UNKNOWN = "\0"
@@ -104,11 +107,3 @@ def _folders(home: Path) -> Iterator[Path]:
         for entry in sorted(os.scandir(home), key=lambda entry: entry.name):
             if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
                 yield Path(entry.path)
-
-
-def read_json(path: Path) -> object:
-    """What a file says; None where there is none. Raises `ValueError`."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None

@@ -80,7 +80,8 @@ def collect(
     `in_use` is asked when nobody can begin to use a layer that nobody uses. Raises `OSError`."""
     store = LayerStore(settings)
     with guard(store.home, exclusive=True):
-        outcome = judge(store.all(), in_use(), store.held(), Watermarks.of(settings), free)
+        held = store.held()  # before the names: what is pulled has one by the time that it is not held any more
+        outcome = judge(store.all(), in_use(), held, Watermarks.of(settings), free)
         unlinked = [] if dry_run else [path for layer in outcome.gone if (path := store.unlink(layer)) is not None]
     for path in unlinked:
         shutil.rmtree(path)

@@ -59,7 +59,8 @@ class Held:
 def hold(home: Path) -> Iterator[Hold]:
     """Hold nothing yet. Raises `OSError`."""
     folder = home / _HOLDS
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    home.mkdir(mode=0o711, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / os.urandom(8).hex()
     with guard(home):  # locked before anybody reads it
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,27 +62,33 @@ class Needs:
     transports: Transports = lambda _registry: None
 
 
-@contextlib.contextmanager
-def needs(
+@contextlib.asynccontextmanager
+async def needs(
     settings: Settings, collect: Collect = collect_nothing, transports: Transports = lambda _registry: None
-) -> Iterator[Needs]:
+) -> AsyncIterator[Needs]:
     """For the time until what is pulled has a name of its own. Raises `HostError`."""
     home = LayerStore(settings).home
     with contextlib.ExitStack() as stack:
+        # In a thread: whoever removes layers has the guard, and may wait for this event loop.
+        entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, hold(home)))
         try:
-            held = stack.enter_context(hold(home))
+            held = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            await asyncio.wait([entering])
+            raise
         except OSError as error:
             raise HostError(f"layer store {home}: {error}", remedy="check paths.state and its disk") from error
         yield Needs(held, collect, transports)
 
 
 async def pull(settings: Settings, text: str, progress: Progress = silent, given: Needs | None = None) -> Image:
-    """Pull an image by name, or take it from a file (`oci:PATH[:TAG]`, `docker-archive:PATH[:TAG]`).
+    """Pull an image by name, or take it from a file (`oci:PATH[:TAG]`, `oci-archive:` and
+    `docker-archive:PATH[:TAG]`, each maybe with `@DIGEST`).
 
     Raises `BadRequest` for a bad name, one that is not allowed, or an image that is none, `NoRoom`, and
     `HostError` listing each candidate and why it failed. Without what is `given`, nothing keeps the layers."""
     if given is None:
-        with needs(settings) as given:
+        async with needs(settings) as given:
             return await pull(settings, text, progress, given)
     if (archive := _archive(text)) is not None:
         source = await asyncio.to_thread(open_archive, archive[0])
@@ -150,10 +156,12 @@ def _archive(text: str) -> tuple[Path, str] | None:
     kind, colon, rest = text.partition(":")
     if not colon or kind not in ("oci", "docker-archive", "oci-archive"):
         return None
+    rest, pinned, digest = rest.partition("@sha256:")
     path, tag = Path(rest).expanduser(), "latest"
     if not path.exists() and ":" in rest:
         name, _, tag = rest.rpartition(":")
         path = Path(name).expanduser()
+    tag = f"sha256:{digest}" if pinned else tag
     if not path.exists():
         raise BadRequest(f"image '{text}': {path} does not exist", field="image")
     return path, tag

@@ -6,7 +6,9 @@ import json
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from sandyard.errors import SandboxError
@@ -26,10 +28,12 @@ class CommittedLayers:
 
     kind = "layers of builds and snapshots"
 
-    def __init__(self, home: Path, references: References, cached: set[Path]) -> None:
+    def __init__(self, home: Path, references: References, cached: set[Path], *, quiet: float = 0.0) -> None:
+        """`quiet`: what was written to within so many seconds may be about to get a name, and is no orphan."""
         self._home = home
         self._references = references
         self._cached = cached
+        self._quiet = quiet
 
     def check(self, *, deep: bool) -> Checkup:
         found = Checkup(self.kind)
@@ -69,7 +73,11 @@ class CommittedLayers:
         if not self._home.is_dir():
             return
         for path in sorted(self._home.iterdir()):
-            if path.with_name(path.name.partition(".")[0]) not in known:
+            if path.with_name(path.name.partition(".")[0]) in known:
+                continue
+            with suppress(FileNotFoundError):
+                if self._quiet and time.time() - path.stat().st_mtime < self._quiet:
+                    continue
                 found.orphans.append(Finding(path.name, "nothing needs it", path))
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from sandyard.runtimes.base import Rootfs
 from sandyard.sandboxes import Catalog
 from sandyard.server.builds.outward import PublicOnly, trusted
 
-_needs: ContextVar[Needs] = ContextVar("needs of the build")
+_needs: ContextVar[Needs | None] = ContextVar("needs of the build", default=None)
 # What the images that SDKs name by themselves are here.
 STANDARD = {"e2bdev/base": "base", "e2bdev/code-interpreter": "code-interpreter"}
 DEFAULT_IMAGE = "e2bdev/base"
@@ -74,17 +74,19 @@ class Bases:
         self._catalog = catalog
         self._nothing = settings.paths.state.absolute() / "scratch"
         self.collect: Collect = collect_nothing
+        self.settled: Callable[[], None] = lambda: None  # told when what a build pulled is held no more
 
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
         """For one build, in its task: what is pulled for it stays until it ends, and by then has a name. Raises
         `HostError`."""
-        with needs(self._settings, self.collect) as given:
+        async with needs(self._settings, self.collect) as given:
             token = _needs.set(given)
             try:
                 yield
             finally:
                 _needs.reset(token)
+        self.settled()
 
     async def find(self, origin: Origin, tenant: str, log: Log) -> Base:
         """Raises `BuildFailed` at the base step, naming what was tried and why it failed."""
@@ -137,10 +139,14 @@ class Bases:
             except NotFound as error:
                 raise BuildFailed(BASE_STEP, f"image '{image}' stands for a template here: {error}") from error
         _check_public(image)
-        with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
             settings = _with_credentials(self._settings, image, origin.credentials, Path(scratch))
+            held = _needs.get()
+            if held is None:
+                held = await stack.enter_async_context(needs(settings, self.collect))
             given = replace(
-                _needs.get(None) or stack.enter_context(needs(settings, self.collect)),
+                held,
                 transports=lambda host: None if host in trusted(settings.images) else PublicOnly(settings),
             )
             pulled = await pull(
