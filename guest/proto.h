@@ -42,7 +42,6 @@ enum op {
 	OP_IDENTIFY,
 	OP_STORE,
 	OP_FREEZE,
-	OP_USE,
 	OP_COUNT
 };
 

@@ -97,13 +97,10 @@ class SandboxSettings(_Section):
 
 
 class PoolSettings(_Section):
-    """Warm pool per template: as many wait as the largest burst lately would have needed."""
+    """Warm pool per template."""
 
-    low: int = Field(default=2, ge=0)  # of a template in use, and of `base` always
+    low: int = Field(default=2, ge=0)
     high: int = Field(default=64, ge=0)
-    half_life: float = Field(default=300.0, gt=0)  # seconds in which the memory of a burst halves
-    idle: float = Field(default=3600.0, gt=0)  # seconds without a create, after which none wait any more
-    memory_share: float = Field(default=0.5, ge=0, le=1)  # of the memory limits that fit, for those that wait
 
 
 class ContainerSettings(_Section):
@@ -134,15 +131,7 @@ class ImageSettings(_Section):
     auth_file: Path | None = None  # credentials as `docker login` keeps them; None: ~/.docker/config.json
     platform: str | None = None  # "linux/arm64"; None: the host's own
     max_layer_mb: int = Field(default=32 * 1024, ge=1)  # a layer that unpacks to more is refused
-    store_high_mb: int = Field(default=0, ge=0)  # what layers of images may take; 0: two fifths of their disk
-    store_low_mb: int = Field(default=0, ge=0)  # what they are brought to when they pass that; 0: four fifths of it
     aliases: dict[str, str] = Field(default_factory=dict)  # image: the template that stands for it
-
-    @model_validator(mode="after")
-    def _low_is_lower(self) -> Self:
-        if 0 < self.store_high_mb < self.store_low_mb:
-            raise ValueError("images.store_low_mb is more than images.store_high_mb")
-        return self
 
     @field_validator("aliases", mode="before")
     @classmethod

@@ -27,7 +27,6 @@ NOUNS = (
     "template",
     "build",
     "pull",
-    "store",
     "train",
     "evaluate",
     "openenv",

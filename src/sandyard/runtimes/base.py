@@ -7,7 +7,7 @@ is this contract as executable checks. A runtime knows nothing of owners, lifeti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,12 +36,7 @@ class Capabilities:
     halt: bool = False  # `Runtime.halt` and `Runtime.boot`: a pause that keeps files only
     network: bool = False  # `SandboxSpec.network`
     hard_disk_limit: bool = False
-    small_commits: bool = True  # a `commit` with a `parent` costs what changed since, not the whole
     shared_kernel: bool = True  # the host's: root inside may do only what a container may
-
-    @property
-    def own_kernel(self) -> bool:
-        return not self.shared_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +183,6 @@ class Runtime(ABC):
     def slim(self, layer: Path) -> bool:
         """Remove of a committed layer what can be made again and nobody wanted lately; whether something went. For
         one that no sandbox stands on. Blocking."""
-        return False
-
-    def merge(self, layer: Path, spare: Collection[Path]) -> bool:
-        """Let a committed layer need none, or fewer, of those that it `needs` and that are `spare`: nobody else wants
-        them. Whether it does; not where that frees too little. Its content stays as it is, whoever reads it
-        meanwhile, and so it does where this is killed. Blocking; raises `SandboxError` with nothing changed."""
         return False
 
     @abstractmethod

@@ -24,10 +24,8 @@ from sandyard.server.control import (
     nodes,
     openapi,
     pausing,
-    remote,
     sandboxes,
     snapshots,
-    storage,
     teams,
     templates,
 )
@@ -37,7 +35,6 @@ from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.dataplane import DataPlane
 from sandyard.server.load import LoadHistory
 from sandyard.server.metrics import Metrics
-from sandyard.server.storekeeper import StoreKeeper
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
@@ -51,14 +48,12 @@ ROUTERS = [
         network,
         pausing,
         snapshots,
-        remote,
         builds,
         templates,
         leases,
         logs,
         teams,
         nodes,
-        storage,
         agentenv,
         health,
     )
@@ -73,8 +68,6 @@ class Application:
         self.keys = keys
         self.usage = UsageHistory(manager)
         self.builds = Builds(manager)
-        self.keeper = StoreKeeper(manager)
-        self.builds.bases.collect, self.builds.bases.settled = self.keeper.make_room, self.keeper.soon
         self.control = control_plane(
             Context(
                 manager,
@@ -86,7 +79,6 @@ class Application:
                 LoadHistory(manager),
                 self.builds,
                 Tickets(tokens),
-                self.keeper,
                 hooks,
             )
         )

@@ -126,7 +126,7 @@ def write_delta(path: Path, blocks: Iterable[Block], *, block_size: int, size: i
     finally:
         partial.unlink(missing_ok=True)
     if durable:
-        sync(path.parent)
+        _sync_directory(path.parent)
     return taken
 
 
@@ -183,9 +183,8 @@ def _digest(data: bytes | bytearray) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
-def sync(path: Path) -> None:
-    """Bring a file or a directory to the host's disk. Blocking."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -11,7 +11,6 @@ from sandyard.store.blobs.base import (
     BlobRefused,
     BlobStore,
     BlobUnreachable,
-    Content,
 )
 from sandyard.store.blobs.opening import open_blobs
 
@@ -24,6 +23,5 @@ __all__ = [
     "BlobRefused",
     "BlobStore",
     "BlobUnreachable",
-    "Content",
     "open_blobs",
 ]

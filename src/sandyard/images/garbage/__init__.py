@@ -1,1 +1,0 @@
-"""What the store holds: what may go, what is damaged, what nobody knows."""
