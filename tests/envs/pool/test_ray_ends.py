@@ -11,7 +11,7 @@ import pytest
 
 from tests.envs.pool.conftest import our_environment, ray_processes, wait_for_no
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(360)
 _IN_USE = """
 import asyncio
 from sandyard.envs.factory import EnvFactory
@@ -43,21 +43,28 @@ def _pooling() -> tuple[subprocess.Popen[bytes], str]:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     child.send_signal(signal.SIGINT)
-    child.communicate(timeout=40)
+    _wait(child)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> None:
+    """Its output is not waited for: what outlives it may hold the other end."""
+    child.wait(timeout=90)
+    assert child.stdout is not None
+    child.stdout.close()
 
 
 def test_an_interrupted_process_takes_all_of_it_along() -> None:
     child, token = _pooling()
     _end(child)
-    wait_for_no(lambda: ray_processes(token), 20)
+    wait_for_no(lambda: ray_processes(token), 60)
     assert not list(Path("/tmp").glob(f"sy-ray-{child.pid}-*"))
 
 
 def test_a_killed_process_takes_its_workers_along_and_the_next_one_sweeps() -> None:
     child, token = _pooling()
     child.kill()
-    child.communicate(timeout=40)
-    wait_for_no(lambda: ray_processes(token, b"ShardActor"), 40)
+    _wait(child)
+    wait_for_no(lambda: ray_processes(token, b"ShardActor"), 90)
     assert list(Path("/tmp").glob(f"sy-ray-{child.pid}-*"))
     _end(_pooling()[0])
     assert not list(Path("/tmp").glob(f"sy-ray-{child.pid}-*"))
