@@ -49,8 +49,8 @@ async def _http(connection: Connection, **extra: str) -> AsyncIterator[str]:
         yield found.group()
     finally:
         process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 0
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == 0, errors.decode()
 
 
 async def _running(connection: Connection) -> int:
