@@ -66,7 +66,9 @@ async def serve_stdio(yard: SandboxYard) -> None:
 
 async def _end(yard: SandboxYard) -> None:
     await yard.close()
-    os._exit(0)  # a thread waits for standard input, and would have everybody wait for it
+    # A thread that waits for standard input would have everybody wait for it, and the end of an interpreter with
+    # threads of libraries was seen to abort.
+    os._exit(0)
 
 
 async def serve_http(
@@ -87,6 +89,7 @@ async def serve_http(
         asyncio.get_running_loop().add_signal_handler(number, server.stop)
     async with _closing(yard):
         await server.serve()
+    await _end(yard)
 
 
 class _Announcing(uvicorn.Server):
