@@ -11,12 +11,15 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from e2b import BuildException, Sandbox, Template
 
+from sandyard.cli.app import build_app
 from sandyard.config import Settings
+from sandyard.errors import BadRequest
 from sandyard.server.embedded import EmbeddedServer
 from tests.images import oci
 from tests.yard import clean_node, node_home, node_settings
@@ -39,6 +42,16 @@ async def clean(settings: Settings) -> AsyncIterator[None]:
 def sdk(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
+
+
+def busybox_image(**config: Any) -> oci.HandMade:
+    program = shutil.which("busybox")
+    if program is None:
+        pytest.skip("needs a static BusyBox: apt-get install busybox-static")
+    names = ("sh", "cat", "id", "env", "pwd")
+    applets = [oci.Entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox") for name in names]
+    busybox = oci.Entry("bin/busybox", Path(program).read_bytes(), mode=0o755)
+    return oci.image([oci.layer(oci.folder("bin"), busybox, *applets), oci.layer(oci.folder("tmp", 0o777))], **config)
 
 
 def test_a_chain_of_templates(settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,13 +86,7 @@ def test_a_chain_of_templates(settings: Settings, monkeypatch: pytest.MonkeyPatc
 def test_an_image_is_pulled_with_the_credentials_of_the_build(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    program = shutil.which("busybox")
-    if program is None:
-        pytest.skip("needs a static BusyBox: apt-get install busybox-static")
-    applets = [oci.Entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox") for name in ("sh", "cat", "id", "env")]
-    busybox = oci.Entry("bin/busybox", Path(program).read_bytes(), mode=0o755)
-    made = oci.image(
-        [oci.layer(oci.folder("bin"), busybox, *applets), oci.layer(oci.folder("tmp", 0o777))],
+    made = busybox_image(
         Env=["PATH=/bin", "FROM_IMAGE=yes"],
         User="nobody",
     )
@@ -128,3 +135,63 @@ def test_a_server_killed_in_a_build_leaves_nothing(settings: Settings, seed: int
         while (status := api.get(f"{url}/status").json()["status"]) == "building":
             time.sleep(0.1)
         assert status == "ready"
+
+
+def test_a_dockerfile_is_built_started_and_built_upon(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "app.py").write_text("print('app')")
+    text = (
+        "FROM base AS made\nRUN mkdir /out && echo made > /out/made\n"
+        "FROM base\nCOPY --from=made /out /opt/out\nWORKDIR /srv/app\nCOPY app.py .\nENV WHO=first\nUSER dev\n"
+        "RUN id -un > /tmp/who\nONBUILD RUN echo child > /tmp/child\n"
+    )
+    (tmp_path / "Dockerfile").write_text(text)
+    with EmbeddedServer(settings) as server:
+        sdk(server, monkeypatch)
+        app = build_app()
+        app(["build", str(tmp_path), "-t", "first"], standalone_mode=False)
+        box = Sandbox.create("first", timeout=60)
+        said = box.commands.run("id -un; pwd; cat /tmp/who /opt/out/made; echo $WHO; python3 app.py")
+        assert said.stdout.split() == ["dev", "/srv/app", "dev", "made", "first", "app"]
+        assert box.commands.run("id -un", user="user").stdout == "user\n"
+        with pytest.raises(BadRequest, match="cannot be deleted: 1 sandboxes use it"):
+            app(["template", "delete", "first"], standalone_mode=False)
+        box.kill()
+        (tmp_path / "Dockerfile").write_text(
+            "FROM first\nRUN pwd > /tmp/where\nFROM scratch\nCOPY --from=0 /tmp /tmp\n"
+        )
+        app(["build", str(tmp_path), "-t", "second:a", "--target", "0"], standalone_mode=False)
+        box = Sandbox.create("second:a", timeout=60)
+        said = box.commands.run("id -un; cat /tmp/child /tmp/where; echo $WHO")
+        assert said.stdout.split() == ["dev", "child", "/srv/app", "first"]
+        box.kill()
+        app(["build", str(tmp_path), "-t", "third"], standalone_mode=False)
+        box = Sandbox.create("third", timeout=60)  # nothing runs in it, and its files are there
+        assert box.files.read("/tmp/child") == "child\n"
+        box.kill()
+    assert "CACHED" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(not oci.have_registry(), reason="docker-registry is not installed")
+def test_a_dockerfile_takes_what_an_image_says_of_itself(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = busybox_image(
+        Env=["PATH=/bin", "FROM_IMAGE=yes"],
+        WorkingDir="/not/there/yet",
+        User="11:12",
+        OnBuild=["RUN id -u > /tmp/who; pwd >> /tmp/who"],
+        Cmd=["no-such-command"],
+    )
+    with oci.running_registry(tmp_path / "registry") as registry, ExitStack() as cleanup:
+        images = settings.images.model_copy(update={"plain_http": [registry.address]})
+        server = cleanup.enter_context(EmbeddedServer(settings.model_copy(update={"images": images})))
+        registry.push("team/tool", made, "v1")
+        sdk(server, monkeypatch)
+        (tmp_path / "Dockerfile").write_text(f"FROM {registry.address}/team/tool:v1\nENV MORE=1\n")
+        build_app()(["build", str(tmp_path), "-t", "tool"], standalone_mode=False)
+        box = Sandbox.create("tool", timeout=60)
+        said = box.commands.run("cat /tmp/who; id -u; id -g; pwd; echo $FROM_IMAGE$MORE").stdout.split()
+        assert said == ["11", "/not/there/yet", "11", "12", "/not/there/yet", "yes1"]
+        box.kill()

@@ -13,7 +13,7 @@ from sandyard.guest.base import Channel, ProcessSpec
 from sandyard.images.build import Base, Built
 from sandyard.images.build.base import BASE_STEP, BuildFailed
 from sandyard.images.build.expand import DEFAULT_PATH
-from sandyard.images.dockerfile import DockerBuild, Recipe, parse
+from sandyard.images.dockerfile import DockerBuild, Means, Recipe, parse
 from sandyard.images.dockerfile.config import ImageSettings
 from sandyard.images.dockerfile.context import ignored, pack, scan, select, sources
 from sandyard.images.owners import shift_tree
@@ -72,7 +72,7 @@ class Site:
             return tar.getnames()
 
     def builder(self) -> DockerBuild:
-        return DockerBuild(self.workshop, self.uploads, self.cache, self.words, self.find, limit=64 << 20)
+        return DockerBuild(Means(self.workshop, self.uploads, self.cache, self.words, 64 << 20), self.find)
 
     async def build(self, recipe: Recipe) -> Built:
         self.words.said.clear()

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from sandyard.guest.base import ProcessSpec
+from sandyard.guest.shell import spawn_shell
 from sandyard.images.build import Base, BuildFailed, Built
 from sandyard.images.build import engine as engine_module
 from sandyard.images.build.shell import output_of
-from sandyard.images.dockerfile import build as build_module
+from sandyard.images.dockerfile import making
 from tests.images.dockerfile.listing import read
-from tests.images.dockerfile.site import Site
+from tests.images.dockerfile.site import BUSYBOX, Site
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 CASES = Path(__file__).parent.parent / "dockerfiles"
@@ -124,7 +126,7 @@ async def test_a_failure_names_the_step_and_the_line(
 
 
 async def test_what_is_known_is_not_done_again(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "COMMIT_AFTER", 0.0)
+    monkeypatch.setattr(making, "COMMIT_AFTER", 0.0)
     text = (
         "FROM busybox AS one\nRUN echo 1 > /one\n"
         "FROM busybox\nARG V=1\nCOPY f /f\nRUN echo $V > /v\nCOPY --from=one /one /\n"
@@ -194,17 +196,43 @@ async def test_files_of_another_stage_are_its_own(site: Site, tmp_path: Path) ->
 
 async def test_stages_without_any_program(site: Site, tmp_path: Path) -> None:
     text = (
-        "FROM scratch AS one\nCOPY f /deep/f\nCOPY --chmod=4755 --chown=3:4 f /g\n"
+        "FROM scratch AS one\nCOPY f /deep/f\nCOPY --chmod=1755 --chown=3:4 f /g\n"
         "FROM scratch\nCOPY --from=one / /all/\nCOPY --from=one /g /\n"
     )
     rootfs, _ = await site.stage(site.recipe(context(tmp_path, text, f="1")))
     found = read(await site.files(rootfs)).files
-    assert (found["all/deep/f"].size, found["g"].mode, found["g"].owner) == (1, 0o4755, (3, 4))
+    assert (found["all/deep/f"].size, found["g"].mode, found["g"].owner) == (1, 0o1755, (3, 4))
+
+
+async def test_what_needs_a_program_that_is_not_there_is_said(site: Site, tmp_path: Path) -> None:
+    home = context(tmp_path, "FROM scratch\nCOPY --chmod=4755 f /f\n", f="1")
+    with pytest.raises(BuildFailed, match="neither tar nor chmod"):
+        await site.build(site.recipe(home))
+    (home / "link").symlink_to("f")
+    (home / "sub").mkdir()
+    (home / "sub/link").symlink_to("../f")
+    with pytest.raises(BuildFailed, match="neither tar nor ln"):
+        await site.build(site.recipe(context(home, "FROM scratch\nCOPY sub /sub\n")))
+
+
+async def test_a_start_command_without_a_shell(site: Site, tmp_path: Path) -> None:
+    text = 'FROM scratch\nCOPY busybox /\nENTRYPOINT ["/busybox", "sleep", "60"]\n'
+    home = context(tmp_path, text)
+    (home / "busybox").write_bytes(BUSYBOX)
+    (home / "busybox").chmod(0o755)
+    built = await site.build(site.recipe(home))
+    assert built.start_cmd == "/busybox sleep 60"
+    assert site.words.of("finalize")[-1] == "ready"
+    bench = await site.workshop.open(built.rootfs)
+    process = await spawn_shell(bench.agent, ProcessSpec(["/bin/bash", "-l", "-c", "/busybox echo 'a b'"]))
+    said = b"".join([data async for _, data in process.output()])
+    await bench.close()
+    assert said == b"a b\n"
 
 
 async def test_many_layers_become_few(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "COMMIT_AFTER", 0.0)
-    monkeypatch.setattr(build_module, "MAX_LAYERS", 3)
+    monkeypatch.setattr(making, "COMMIT_AFTER", 0.0)
+    monkeypatch.setattr(making, "MAX_LAYERS", 3)
     assert engine_module.MAX_LAYERS > 3
     lines = "".join(f"RUN echo {n} > /f{n}\n" for n in range(6))
     rootfs, _ = await site.stage(site.recipe(context(tmp_path, f"FROM busybox\n{lines}")))

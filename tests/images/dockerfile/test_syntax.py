@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandyard.errors import BadRequest
-from sandyard.images.dockerfile import Dockerfile, DockerfileError, Recipe, parse
+from sandyard.images.dockerfile import Dockerfile, DockerfileError, Recipe, check, parse
 from sandyard.images.dockerfile.actions import Planned, Put, Run
 from sandyard.images.dockerfile.config import ImageSettings
 from sandyard.images.dockerfile.match import BadPattern, matcher
@@ -129,7 +129,7 @@ def test_stages_that_nobody_asks_for_are_not_needed() -> None:
     assert [stage.index for stage in stages.needed(stages.target(None))] == [3]
     assert stages.target("1").name == "two"
     with pytest.raises(BadRequest, match="target 'five' is no stage; there are: one, two, three, four"):
-        Recipe(parse(text), target="five").check()
+        check(Recipe(parse(text), target="five"))
 
 
 @pytest.mark.parametrize(

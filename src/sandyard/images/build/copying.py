@@ -169,6 +169,8 @@ class _Job:
             elif entry.member.isreg():
                 await self.agent.remove(path)
                 await self.agent.write_file(path, self.content(entry, padded=False), owner, mode)
+                if mode & 0o6000 and entry.member.size:
+                    await _set_bits(self.agent, path, mode)
             else:
                 await _link(self.agent, entry, path, self.directory)
         return self.count
@@ -184,13 +186,15 @@ async def last_words(process: Process) -> str:
 
 
 async def _own_links(agent: Agent, owner: str, paths: list[str]) -> None:
+    """In an image without chown they are root's."""
     for at in range(0, len(paths), 256):
-        try:
-            await output_of(agent, "chown", "-h", owner, *paths[at : at + 256])
-        except GuestError as error:
-            if error.code is not GuestErrorCode.NOT_FOUND:
-                raise
-            return  # an image without chown: its links are root's
+        await _ask(agent, "chown", "-h", owner, *paths[at : at + 256])
+
+
+async def _set_bits(agent: Agent, path: str, mode: int) -> None:
+    """Writing to a file takes its set-id bits, whoever writes."""
+    if not await _ask(agent, "chmod", f"{mode:o}", path):
+        raise CopyFailed(f"'{path}' is set-id, and the image has neither tar nor chmod to make it so")
 
 
 async def _link(agent: Agent, entry: Picked, path: str, directory: str) -> None:
@@ -198,11 +202,18 @@ async def _link(agent: Agent, entry: Picked, path: str, directory: str) -> None:
         argv = ["ln", "-s", "-f", "-n", entry.member.linkname, path]
     else:
         argv = ["ln", "-f", posixpath.join(directory, entry.member.linkname), path]
+    if not await _ask(agent, *argv):
+        raise CopyFailed(f"'{entry.member.name}' is a link, and the image has neither tar nor ln to make it")
+
+
+async def _ask(agent: Agent, *argv: str) -> bool:
+    """Run a program of the image; whether it has one. Raises `CopyFailed` where that fails."""
     try:
         status, said = await output_of(agent, *argv)
     except GuestError as error:
         if error.code is not GuestErrorCode.NOT_FOUND:
             raise
-        raise CopyFailed(f"'{entry.member.name}' is a link, and the image has neither tar nor ln to make it") from error
+        return False
     if status != ExitStatus(code=0):
-        raise CopyFailed(f"{shlex.join(argv)}: {said.decode('utf-8', 'replace').strip()}")
+        raise CopyFailed(f"{shlex.join(argv)[:500]}: {said.decode('utf-8', 'replace').strip()}")
+    return True

@@ -7,7 +7,7 @@ import contextlib
 import re
 import time
 
-from sandyard.errors import AgentLinkError, GuestError
+from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 from sandyard.guest.base import Agent, ExitStatus, Process
 from sandyard.images.build.base import FINAL_STEP, BuildFailed, Cache, Cached, Log, State
 from sandyard.images.build.chain import then
@@ -15,7 +15,7 @@ from sandyard.images.build.shell import Lines, describe, end, start_shell
 from sandyard.images.build.stack import Stack
 
 POLL_SECONDS = 0.5
-_SLEEP = re.compile(r"\s*sleep\s+[\d.]+\s*")
+_SLEEP = re.compile(r"\s*sleep\s+(\d+(?:\.\d+)?)\s*")
 DEFAULT_READY = "sleep 20"  # a start command that nothing else is known of gets that long to fail
 
 
@@ -114,7 +114,13 @@ async def _watch(process: Process, log: Log) -> ExitStatus:
 
 async def _poll(agent: Agent, state: State, ready: str) -> None:
     while True:
-        process = await start_shell(agent, ready, state, state.user)
+        try:
+            process = await start_shell(agent, ready, state, state.user)
+        except GuestError as error:
+            if error.code is not GuestErrorCode.NOT_FOUND or (seconds := _SLEEP.fullmatch(ready)) is None:
+                raise
+            await asyncio.sleep(float(seconds[1]))  # in an image that cannot wait by itself
+            return
         try:
             async for _ in process.output():
                 pass

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sandyard.images.dockerfile.build import DockerBuild, FindBase, Recipe
+from sandyard.images.dockerfile.build import DockerBuild, FindBase, check
+from sandyard.images.dockerfile.making import Means, Recipe
 from sandyard.images.dockerfile.syntax import Dockerfile, DockerfileError, parse
 
-__all__ = ["DockerBuild", "Dockerfile", "DockerfileError", "FindBase", "Recipe", "parse"]
+__all__ = ["DockerBuild", "Dockerfile", "DockerfileError", "FindBase", "Means", "Recipe", "check", "parse"]

@@ -12,6 +12,21 @@ Origin = int | str | None
 
 
 @dataclass(frozen=True, slots=True)
+class Put:
+    """COPY and ADD. `target` is absolute, with a slash at its end where it must be a directory. `owner` as
+    `--chown` has it; `inline` are heredocs, by name. `unpack`: archives of the context are taken apart."""
+
+    sources: tuple[str, ...]
+    target: str
+    origin: Origin = None
+    inline: tuple[tuple[str, str], ...] = ()
+    owner: str | None = None
+    mode: int | None = None
+    exclude: tuple[str, ...] = ()
+    unpack: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Mount:
     """A directory, or file, that is there for one RUN. `kind`: bind, cache or tmpfs."""
 
@@ -21,6 +36,10 @@ class Mount:
     source: str = ""
     owner: tuple[int, int] = (0, 0)
     mode: int = 0o755
+
+    def put(self) -> Put:
+        """The copy that a bind is."""
+        return Put((self.source,), self.target, self.origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +52,6 @@ class Run:
     user: str
     mounts: Sequence[Mount] = ()
     script: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Put:
-    """COPY and ADD. `target` is absolute, with a slash at its end where it must be a directory. `owner` as
-    `--chown` has it; `inline` are heredocs, by name. `unpack`: archives of the context are taken apart."""
-
-    sources: Sequence[str]
-    target: str
-    origin: Origin = None
-    inline: Sequence[tuple[str, str]] = ()
-    owner: str | None = None
-    mode: int | None = None
-    exclude: Sequence[str] = ()
-    unpack: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,13 +48,13 @@ class Performer:
 
     async def _put(self, action: Put) -> None:
         """Heredocs have an archive of their own."""
-        names = [name for name, _ in action.inline]
+        names = tuple(name for name, _ in action.inline)
         for part in (replace(action, sources=names), replace(action, inline=())):
             if part.sources:
                 await put(self._agent, await self._provide(part), part, self._scratch, self._limit)
 
     async def _fill(self, mount: Mount) -> None:
-        await self._put(Put([mount.source], mount.target, mount.origin))
+        await self._put(mount.put())
 
     async def _run(self, run: Run, step: str) -> None:
         async with mounted(self._agent, run.mounts, self._fill):

@@ -244,13 +244,13 @@ class _StagePlan:
         if mode and not _MODE.fullmatch(mode):
             raise DockerfileError(step.line, f"{step.name} --chmod={mode}: write an octal mode")
         return Put(
-            sources,
+            tuple(sources),
             self._target(target),
             origin,
-            inline,
+            tuple(inline),
             expand(step.flag("chown") or "", step.line) or None,
             int(mode, 8) if mode else None,
-            [expand(each, step.line) for each in step.all_of("exclude")],
+            tuple(expand(each, step.line) for each in step.all_of("exclude")),
             step.name == "ADD",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 import uuid
 from collections import OrderedDict
@@ -17,7 +18,7 @@ import structlog
 from sandyard.errors import BadRequest, CapacityError, Conflict, NotFound, SandyardError
 from sandyard.images.build import Base, BuildFailed, Built, Engine, Level, Plan, Step
 from sandyard.images.build.base import BASE_STEP, FINAL_STEP
-from sandyard.images.dockerfile import DockerBuild, Recipe
+from sandyard.images.dockerfile import DockerBuild, Means, Recipe
 from sandyard.runtimes.base import Resources, Rootfs
 from sandyard.sandboxes import Build, Catalog, SandboxManager, Template
 from sandyard.server.builds.bases import Bases, Origin
@@ -71,6 +72,7 @@ class Builds:
         self.cache = LayerCache(home / "builds" / "cache.json")
         self.bases = Bases(manager.settings, manager.catalog)
         self._logs_home = home / "builds"
+        self._scratch = home / "builds" / "scratch"
         self._logs: OrderedDict[str, BuildLog] = OrderedDict()
         self._gate = Gate(self._settings.at_once)
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -83,6 +85,7 @@ class Builds:
 
     async def start(self) -> None:
         """Read the cache and remove layers that a killed server left to nobody."""
+        await asyncio.to_thread(shutil.rmtree, self._scratch, True)  # what a killed server left
         await asyncio.to_thread(self.cache.load)
         await self.collect()
         self._keeper = asyncio.create_task(self._keep(), name="builds-keeper")
@@ -288,7 +291,9 @@ class Builds:
         async def find(name: str) -> Base:
             return await self.bases.from_dockerfile(name, tenant, say)
 
-        made = DockerBuild(workshop, archives, self.cache, say, find, limit=self._settings.disk_mb << 20)
+        means = Means(workshop, archives, self.cache, say, self._settings.disk_mb << 20)
+        self._scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = DockerBuild(means, find, self._scratch)
         return await made.run(order.recipe, ready_seconds=self._settings.ready_timeout)
 
     def _error(self, build: Build, step: str | None, message: str, say: BuildLog) -> Build:

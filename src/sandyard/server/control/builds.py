@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from sandyard.errors import BadRequest, Conflict, Forbidden, NotFound, Unsupported
 from sandyard.images.build import Level, Step, check_step
-from sandyard.images.dockerfile import Recipe, parse
+from sandyard.images.dockerfile import Recipe, check, parse
 from sandyard.runtimes.base import Resources
 from sandyard.sandboxes import Build, Template
 from sandyard.sandboxes.admission import host_memory
@@ -232,7 +232,7 @@ def _recipe(body: BuildOrder, given: NewDockerfile) -> Recipe:
         body.readyCmd or None,
         bool(body.force),
     )
-    recipe.check()
+    check(recipe)
     return recipe
 
 
