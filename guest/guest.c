@@ -175,7 +175,7 @@ static const char *find_record(const char *conf, char kind)
 
 static void mount_root(const char *conf)
 {
-	char device[300], where[16], options[64 + 20 * LAYERS_MAX];
+	char device[300], where[32], options[64 + 20 * LAYERS_MAX];
 	const char *layers = find_record(conf, 'l');
 	int count = layers ? atoi(layers) : 0;
 	size_t at;
