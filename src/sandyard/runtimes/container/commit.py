@@ -12,21 +12,20 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.container.disk import tree_bytes
-from sandyard.runtimes.container.increment import TooMuch, commit_increment, delta_of
+from sandyard.runtimes.container.increment import StandStill, TooMuch, commit_increment, delta_of
 from sandyard.runtimes.deltas.extents import copy, extents
 from sandyard.runtimes.deltas.format import PARTIAL
+from sandyard.runtimes.durable import sync
 
 _BLKFLSBUF = 0x1261
 _RESERVE_MB = 128  # what a commit leaves free on the host
 _COMPARED = 1 << 20
-
-StandStill = Callable[[], AbstractContextManager[None]]
 
 
 def loop_device(image: Path) -> Path | None:
@@ -81,15 +80,6 @@ def commit(home: Path, target: Path, stand_still: StandStill | None, durable: bo
     finally:
         _remove(partial)
     return size
-
-
-def sync(path: Path) -> None:
-    """Bring a file or a directory to the host's disk. Blocking."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_layers(layers: Sequence[Path]) -> None:

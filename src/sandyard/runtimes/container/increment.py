@@ -16,6 +16,7 @@ from pathlib import Path
 from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas import Chain, Delta, differing, materialise, merged, write_delta
 from sandyard.runtimes.deltas.format import PARTIAL, Block
+from sandyard.runtimes.durable import sync
 
 MAX_DEPTH = 8
 """How many deltas may lie on each other: each is read to make the image."""
@@ -136,8 +137,12 @@ def _sweep(target: Path) -> None:
 
 def _finish(final: Path, drafts: Sequence[Path], size: int, parent: str, durable: bool) -> None:
     """Make one delta of the drafts under its final name."""
-    if len(drafts) == 1 and not durable:
+    if len(drafts) == 1:  # it is that one already
+        if durable:
+            sync(drafts[0])
         os.link(drafts[0], final)
+        if durable:
+            sync(final.parent)
         return
     with ExitStack() as stack:
         opened = [stack.enter_context(Delta(path)) for path in drafts]

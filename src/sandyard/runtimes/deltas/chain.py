@@ -47,6 +47,7 @@ def _hidden_by(below: Sequence[Piece], delta: Delta) -> list[Piece]:
 
 class Chain:
     """The image that `deltas`, the lowest first, make of the file `base`. Reading checks the deltas' digests.
+    `pieces`: what is not the base's, by number.
 
     Not for several threads at once."""
 
@@ -61,8 +62,8 @@ class Chain:
         except BaseException:
             self.close()
             raise
-        self._pieces = overlay(self._deltas)
-        self._starts = [piece.first for piece in self._pieces]
+        self.pieces = overlay(self._deltas)
+        self._starts = [piece.first for piece in self.pieces]
         self._kept: tuple[Run, bytes] | None = None
 
     def __enter__(self) -> Chain:
@@ -83,7 +84,7 @@ class Chain:
     def data(self) -> Iterator[tuple[int, int]]:
         """Begin and end, in bytes, of every piece that may have data. Pieces may overlap; those of the base first."""
         yield from extents(self._file.fileno())
-        for piece in self._pieces:
+        for piece in self.pieces:
             size = piece.delta.block_size
             yield piece.first * size, min(piece.end * size, self.size)
 
@@ -93,13 +94,13 @@ class Chain:
         while 0 < got < len(target) and (more := os.preadv(self._file.fileno(), [target[got:]], offset + got)):
             got += more
         target[got:] = bytes(len(target) - got)
-        if not self._pieces:
+        if not self.pieces:
             return
         block = self._deltas[0].block_size
         first, end = offset // block, -(-(offset + len(target)) // block)
         at = max(0, bisect_right(self._starts, first) - 1)
-        while at < len(self._pieces) and self._pieces[at].first < end:
-            self._lay(self._pieces[at], offset, target, block)
+        while at < len(self.pieces) and self.pieces[at].first < end:
+            self._lay(self.pieces[at], offset, target, block)
             at += 1
 
     def _lay(self, piece: Piece, offset: int, target: memoryview, block: int) -> None:
@@ -130,7 +131,7 @@ def materialise(base: Path, deltas: Sequence[Path], target: Path) -> None:
         with Chain(base, deltas) as chain:
             copy(base, partial, 0o600)
             with open(partial, "r+b", buffering=0) as file:
-                for piece in overlay(chain._deltas):
+                for piece in chain.pieces:
                     _apply(piece, file.fileno(), chain.size)
                 os.fchmod(file.fileno(), 0o400)
         os.link(partial, target)  # unlike a rename, it does not replace

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from sandyard.errors import SandboxError
+from sandyard.runtimes.durable import sync
 
 Block = tuple[int, "bytes | bytearray | memoryview"]
 
@@ -126,7 +127,7 @@ def write_delta(path: Path, blocks: Iterable[Block], *, block_size: int, size: i
     finally:
         partial.unlink(missing_ok=True)
     if durable:
-        _sync_directory(path.parent)
+        sync(path.parent)
     return taken
 
 
@@ -181,11 +182,3 @@ def _read_index(file: FileIO, path: Path) -> tuple[int, int, str, Sequence[Run],
 
 def _digest(data: bytes | bytearray) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

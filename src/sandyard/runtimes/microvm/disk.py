@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sandyard.errors import SandboxError
+from sandyard.runtimes.durable import sync
 
 _MIB = 1 << 20
 BLANK = "blank.img"
@@ -84,18 +85,10 @@ def take(scratch: Path, target: Path, durable: bool) -> int:
             # This very file, whatever its name is now; only with a directory does Python follow the link.
             os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=descriptor)
             if durable:
-                _sync_directory(target.parent)
+                sync(target.parent)
             return os.fstat(file.fileno()).st_blocks * 512
     except OSError as error:
         raise SandboxError(f"commit to {target}: {error.strerror}") from error
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def used_bytes(home: Path) -> int:
