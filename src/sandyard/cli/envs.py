@@ -12,12 +12,7 @@ from sandyard.cli.console import stdout
 
 def register(app: typer.Typer) -> None:
     noun = typer.Typer(help="The back ends that run a policy's programs.", no_args_is_help=True)
-
-    @noun.callback()
-    def envs() -> None:
-        """The back ends that run a policy's programs."""
-
-    noun.command()(describe)
+    noun.command("describe")(describe)
     app.add_typer(noun, name="envs")
 
 

@@ -18,7 +18,6 @@ _TOKEN = "SANDYARD_MCP_TOKEN"
 def register(app: typer.Typer) -> None:
     noun = typer.Typer(help="Offer a sandbox's tools to MCP clients.", no_args_is_help=True)
     noun.command("serve")(serve)
-    noun.callback()(lambda: None)  # keeps the verb where there is only one
     app.add_typer(noun, name="mcp")
 
 

@@ -25,15 +25,21 @@ TOOL_SCHEMA = (RUN_PYTHON, SUBMIT_SOLUTION)
 EnvT = TypeVar("EnvT", bound=ToolEnv)
 
 
-def add_code_tools(env: EnvT, *, run_timeout: float = 10.0) -> EnvT:
-    """Register `run_python` and `submit_solution` on `env`; a run is stopped after `run_timeout` s."""
+def add_run_python(env: ToolEnv, *, run_timeout: float | None = None) -> None:
+    """Register `run_python` on `env`; a run is stopped after `run_timeout` s, else when `env.execute` says."""
 
     async def run_python(env: ToolEnv, arguments: Mapping[str, Any]) -> StepResult:
         return env.render(await env.execute(arguments["code"], timeout=run_timeout))
 
+    env.register_tool(RUN_PYTHON, run_python, own_limit=run_timeout)
+
+
+def add_code_tools(env: EnvT, *, run_timeout: float = 10.0) -> EnvT:
+    """Register `run_python` and `submit_solution` on `env`; a run is stopped after `run_timeout` s."""
+
     def submit_solution(env: ToolEnv, arguments: Mapping[str, Any]) -> StepResult:
         return env.submit(arguments["code"])
 
-    env.register_tool(RUN_PYTHON, run_python, own_limit=run_timeout)
+    add_run_python(env, run_timeout=run_timeout)
     env.register_tool(SUBMIT_SOLUTION, submit_solution)
     return env

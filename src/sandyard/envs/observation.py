@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sandyard.envs.base import Execution, StepResult, StepStatus
 
 DEFAULT_LIMIT = 4000  # characters
@@ -33,6 +35,14 @@ def render_execution(execution: Execution, limit: int = DEFAULT_LIMIT) -> StepRe
     observation = "\n".join(part for part in (text, ending) if part) or "(no output)"
     info = {"exit_code": execution.exit_code, "timed_out": execution.timed_out, "duration": execution.duration}
     return StepResult(observation=observation, status=status, info=info)
+
+
+def render_session_run(execution: Execution, limit: int, lost: str | None) -> StepResult:
+    """`render_execution` of a run in a session; `lost` is what the policy is told where that is over, else None."""
+    note = f"\n{lost}" if lost is not None else ""
+    answer = render_execution(execution, limit - len(note))
+    info = {**answer.info, "state_lost": lost is not None}
+    return replace(answer, observation=answer.observation + note, info=info)
 
 
 def _ending(execution: Execution) -> tuple[str, StepStatus]:

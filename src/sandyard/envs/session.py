@@ -17,7 +17,7 @@ from typing import Any
 
 from sandyard.envs.base import Execution, StepResult
 from sandyard.envs.code import RUN_PYTHON, SUBMIT_SOLUTION
-from sandyard.envs.observation import render_execution
+from sandyard.envs.observation import render_session_run
 from sandyard.envs.process.inside.caller import DIED, STOPPED, STOPPED_LOST
 from sandyard.envs.remote import is_shell_text
 from sandyard.envs.sandbox import SandboxEnv
@@ -73,10 +73,7 @@ class SessionSandboxEnv(SandboxEnv):
 
     async def _run_tool(self, arguments: Mapping[str, Any]) -> StepResult:
         execution, state_lost = await self._python.run(arguments["code"], self._run_timeout)
-        lost = f"\n{LOST}" if state_lost else ""
-        answer = render_execution(execution, self.observation_limit - len(lost))
-        info = {**answer.info, "state_lost": state_lost}
-        return replace(answer, observation=answer.observation + lost, info=info)
+        return render_session_run(execution, self.observation_limit, LOST if state_lost else None)
 
 
 def _program(name: str, timeout: float) -> str:

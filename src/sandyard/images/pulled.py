@@ -11,7 +11,6 @@ from sandyard.config import Settings
 from sandyard.errors import BadRequest
 from sandyard.images.oci.pull import Image, Transports, pull
 from sandyard.images.progress import Progress, silent
-from sandyard.images.tarball import unpack
 from sandyard.images.templates import Origin, Template, TemplateStore, check_name
 
 _TARBALL = re.compile(r".+\.tar(\.(gz|xz|zst|bz2))?|.+\.tgz")
@@ -86,8 +85,6 @@ def _unpacked(store: TemplateStore, name: str, archive: Path, progress: Progress
     if not archive.is_file():
         raise BadRequest(f"{archive} does not exist", field="source")
     progress("unpack", 0.0, f"unpacking {archive}")
-    with store.building() as (scratch, _):
-        size = unpack(archive, scratch / "rootfs", store.settings.container.uid_base)
-        made = store.install(name, scratch / "rootfs", Origin(f"tarball {archive}", "", size))
-    progress("unpack", 1.0, f"template {name}: {size >> 20} MiB")
+    made = store.unpack_tarball(name, archive)
+    progress("unpack", 1.0, f"template {name}: {made.size_bytes >> 20} MiB")
     return made

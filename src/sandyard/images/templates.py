@@ -109,13 +109,21 @@ class TemplateStore:
         if self.find(name) is not None:
             raise Conflict(f"template {name!r} exists already", remedy="delete it first or take another name")
 
-        def build() -> Template:
-            with self.building() as (scratch, _):
-                size = unpack(archive, scratch / "rootfs", self.settings.container.uid_base)
-                origin = Origin(f"tarball {archive}", "", size, env or {}, workdir, user)
-                return self.install(name, scratch / "rootfs", origin)
+        return await asyncio.to_thread(self.unpack_tarball, name, archive, env, workdir, user)
 
-        return await asyncio.to_thread(build)
+    def unpack_tarball(
+        self,
+        name: str,
+        archive: Path,
+        env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        user: str | None = None,
+    ) -> Template:
+        """`import_tarball`, also in place of a template of that name. Blocking."""
+        with self.building() as (scratch, _):
+            size = unpack(archive, scratch / "rootfs", self.settings.container.uid_base)
+            origin = Origin(f"tarball {archive}", "", size, env or {}, workdir, user)
+            return self.install(name, scratch / "rootfs", origin)
 
     def delete(self, name: str) -> None:
         """Forget a template. Sandboxes that run from it keep what they have open only: stop them first.

@@ -157,15 +157,9 @@ class Copying:
 
     def _last_layer(self, sandbox: Sandbox) -> Path | None:
         """What the last snapshot of its disk is, if there is one: the next needs to hold the difference only."""
-        layers = sandbox.instance.spec.rootfs.layers
-        made = [
-            build
-            for template in self._manager.catalog.all(sandbox.tenant)
-            if template.kind == KIND and template.tenant == sandbox.tenant
-            for build in template.builds.values()
-            if build.config.get("source") == sandbox.id and list(build.rootfs.layers[1:]) == list(layers)
-        ]
-        return max(made, key=lambda build: build.created_at).rootfs.layers[0] if made else None
+        layers = list(sandbox.instance.spec.rootfs.layers)
+        made = (snapshot.build.rootfs.layers for snapshot in self.all(sandbox.tenant) if snapshot.source == sandbox.id)
+        return next((last for last, *below in made if below == layers), None)
 
     async def _drop_untagged(self, template: Template, build: Build) -> None:
         """A state that no tag names any more is nobody's; sandboxes that stand on it keep its layers."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -35,9 +34,7 @@ def make_server(yard: SandboxYard) -> Server[dict[str, Any]]:
 
     async def list_tools(_context: Any, _params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
         tools = [
-            types.Tool(
-                name=spec.name, description=spec.description, input_schema=json.loads(json.dumps(spec.parameters))
-            )
+            types.Tool(name=spec.name, description=spec.description, input_schema=dict(spec.parameters))
             for spec in yard.tools()
         ]
         return types.ListToolsResult(tools=tools)
@@ -57,9 +54,9 @@ def make_server(yard: SandboxYard) -> Server[dict[str, Any]]:
 async def serve_stdio(yard: SandboxYard) -> None:
     """Serve until standard input ends, or SIGTERM or SIGINT; then the sandbox is gone."""
     server = make_server(yard)
+    ending: list[asyncio.Task[None]] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, lambda: ending.append(asyncio.create_task(_end(yard))))
-    ending: list[asyncio.Task[None]] = []
     async with _closing(yard), stdio_server() as (reading, writing):
         await server.run(reading, writing, server.create_initialization_options())
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sandyard.envs.base import StepResult, StepStatus, ToolSpec
-from sandyard.envs.code import RUN_PYTHON
+from sandyard.envs.code import add_run_python
 from sandyard.envs.sandbox import SandboxEnv
-from sandyard.envs.toolenv import ToolEnv
 from sandyard.envs.tools import ToolManager
 from sandyard.errors import CapacityError, SandboxError
 
@@ -35,11 +34,8 @@ def add_sandbox_tools(env: SandboxEnv) -> SandboxEnv:
     async def list_files(env: SandboxEnv, arguments: Mapping[str, Any]) -> StepResult:
         return env.render(await env.run(f"ls -lA -- {shlex.quote(arguments.get('path', '.'))}"))
 
-    async def run_python(env: ToolEnv, arguments: Mapping[str, Any]) -> StepResult:
-        return env.render(await env.execute(arguments["code"]))
-
     env.register_tool(LIST_FILES, list_files)
-    env.register_tool(RUN_PYTHON, run_python)
+    add_run_python(env)
     return env
 
 

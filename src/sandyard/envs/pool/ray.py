@@ -145,26 +145,8 @@ def _signal_handlers() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-class ShardActor:
-    """A shard in a process of Ray's; its methods are those of `Shard`, on one event loop."""
-
-    def __init__(self, factory: EnvFactory, slots: Sequence[int], close_timeout: float) -> None:
-        self._shard = Shard(factory, slots, close_timeout)
-
-    async def open(self) -> bytes:
-        return self._shard.open()
-
-    async def call(self, slot: int, request: bytes) -> bytes:
-        return await self._shard.call(slot, request)
-
-    async def release(self, slot: int) -> None:
-        await self._shard.release(slot)
-
-    async def drop(self, slot: int) -> None:
-        await self._shard.drop(slot)
-
-    async def close(self) -> None:
-        await self._shard.close()
+class ShardActor(Shard):
+    """A shard in a process of Ray's, on one event loop."""
 
 
 class RayWorker(Worker):

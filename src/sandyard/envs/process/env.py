@@ -8,7 +8,7 @@ from typing import Any
 
 from sandyard.envs.base import Execution, StepResult
 from sandyard.envs.code import RUN_PYTHON, SUBMIT_SOLUTION
-from sandyard.envs.observation import DEFAULT_LIMIT, render_execution
+from sandyard.envs.observation import DEFAULT_LIMIT, render_session_run
 from sandyard.envs.process.limits import SessionLimits
 from sandyard.envs.process.result import ProcessResult
 from sandyard.envs.process.session import ProcessSession
@@ -62,12 +62,8 @@ class ProcessCodeEnv(ToolEnv):
 
     async def _run_tool(self, arguments: Mapping[str, Any]) -> StepResult:
         result = await self._run(arguments["code"])
-        lost = f"\n{LOST}" if result.state_lost else ""
         execution = result.execution if not result.timed_out else replace(result.execution, stderr=result.stderr)
-        answer = render_execution(execution, self.observation_limit - len(lost))
-        return replace(
-            answer, observation=answer.observation + lost, info={**answer.info, "state_lost": result.state_lost}
-        )
+        return render_session_run(execution, self.observation_limit, LOST if result.state_lost else None)
 
     async def _acquire(self, task: Task | None) -> None:
         self._session = await self._share.acquire().open()
