@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from sandyard.config import Settings
 from sandyard.connection import Connection
+from sandyard.images.base import build_base
 from sandyard.server.embedded import EmbeddedServer
 from tests.yard import node_home, node_settings
 
@@ -15,6 +17,12 @@ from tests.yard import node_home, node_settings
 def node() -> Iterator[EmbeddedServer]:
     with node_home() as home, EmbeddedServer(node_settings(home)) as server:
         yield server
+
+
+@pytest.fixture
+async def base_template() -> None:
+    """The host's, built on first use, which takes a minute or two."""
+    await build_base(Settings())
 
 
 @pytest.fixture

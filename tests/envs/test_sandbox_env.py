@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sandyard.config import PoolSettings, Settings
+from sandyard.config import PoolSettings
 from sandyard.connection import Connection
 from sandyard.envs.backends import sandbox as backend
 from sandyard.envs.base import StepStatus
@@ -31,7 +31,6 @@ from sandyard.errors import (
     SandboxError,
     Unauthorized,
 )
-from sandyard.images.base import build_base
 from sandyard.server.embedded import EmbeddedServer
 from sandyard.tasks.base import Task
 from sandyard.verify.base import TestOutcome
@@ -41,13 +40,7 @@ from sandyard.verify.program import RunnerLimits
 from tests.envs.helpers import hold_to_its_word
 from tests.yard import node_settings
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(autouse=True)
-async def base_template() -> None:
-    """Built on first use, which takes a minute or two."""
-    await build_base(Settings())
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240), pytest.mark.usefixtures("base_template")]
 
 
 @pytest.fixture

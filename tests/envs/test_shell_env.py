@@ -7,22 +7,14 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from sandyard.config import Settings
 from sandyard.connection import Connection
 from sandyard.envs.base import StepStatus
 from sandyard.envs.openenv.client import OpenEnvClient
 from sandyard.envs.openenv.failures import ServerFault
 from sandyard.envs.sandbox import SandboxEnv
-from sandyard.images.base import build_base
 from tests.envs.openenv.probes import serving
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
-
-
-@pytest.fixture(autouse=True)
-async def base_template() -> None:
-    """Built on first use, which takes a minute or two."""
-    await build_base(Settings())
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240), pytest.mark.usefixtures("base_template")]
 
 
 @pytest.fixture

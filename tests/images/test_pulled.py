@@ -103,8 +103,10 @@ async def test_what_cannot_be_pulled_is_said(settings: Settings, tmp_path: Path)
 
 @pytest.fixture
 def node() -> Iterator[Settings]:
+    """With templates of its own: what is pulled must not stay among the host's."""
     with node_home() as home:
-        yield node_settings(home)
+        (home / "state" / "templates").mkdir(parents=True)
+        yield node_settings(home, low=0)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from sandyard.server.auth import Keys
 from sandyard.server.build import application
 from sandyard.server.listen import open_socket
 from sandyard.server.serve import uvicorn_config
+from tests.yard import clean_node, node_home, node_settings
 
 T = TypeVar("T")
 
@@ -136,3 +137,16 @@ def start_server(tmp_path: Path) -> Callable[..., Any]:
 def api(server: LiveServer) -> Iterator[httpx.Client]:
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    """A node of its own with the host's templates; modules with other wishes have their own."""
+    with node_home() as home:
+        yield node_settings(home)
+
+
+@pytest.fixture
+async def clean(settings: Settings) -> AsyncIterator[None]:
+    async with clean_node(settings):
+        yield

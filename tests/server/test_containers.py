@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -17,9 +17,9 @@ from e2b import CommandExitException, RateLimitException, Sandbox, SandboxExcept
 
 from sandyard.config import SandboxSettings, Settings
 from sandyard.server.embedded import EmbeddedServer
-from tests.yard import clean_node, node_home, node_settings
+from tests.yard import node_home, node_settings
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240), pytest.mark.usefixtures("clean")]
 
 
 @pytest.fixture
@@ -27,12 +27,6 @@ def settings() -> Iterator[Settings]:
     """A node of its own with the host's base template."""
     with node_home() as home:
         yield node_settings(home, high=64)
-
-
-@pytest.fixture(autouse=True)
-async def clean(settings: Settings) -> AsyncIterator[None]:
-    async with clean_node(settings):
-        yield
 
 
 def sdk(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,21 +11,8 @@ from e2b import Sandbox
 
 from sandyard.config import Settings
 from sandyard.server.embedded import EmbeddedServer
-from tests.yard import clean_node, node_home, node_settings
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
-
-
-@pytest.fixture
-def settings() -> Iterator[Settings]:
-    with node_home() as home:
-        yield node_settings(home)
-
-
-@pytest.fixture(autouse=True)
-async def clean(settings: Settings) -> AsyncIterator[None]:
-    async with clean_node(settings):
-        yield
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240), pytest.mark.usefixtures("clean")]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -16,9 +16,9 @@ from e2b.sandbox.sandbox_api import SandboxQuery
 
 from sandyard.config import Settings
 from sandyard.server.embedded import EmbeddedServer
-from tests.yard import clean_node, node_home, node_settings
+from tests.yard import node_home, node_settings
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240), pytest.mark.usefixtures("clean")]
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -26,12 +26,6 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 def settings() -> Iterator[Settings]:
     with node_home() as home:
         yield node_settings(home, low=0)
-
-
-@pytest.fixture(autouse=True)
-async def clean(settings: Settings) -> AsyncIterator[None]:
-    async with clean_node(settings):
-        yield
 
 
 @pytest.fixture

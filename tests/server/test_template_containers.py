@@ -8,7 +8,6 @@ import shutil
 import signal
 import tarfile
 import time
-from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,8 @@ from sandyard.config import Settings
 from sandyard.errors import BadRequest
 from sandyard.server.embedded import EmbeddedServer
 from tests.images import oci
-from tests.yard import clean_node, node_home, node_settings
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
-
-
-@pytest.fixture
-def settings() -> Iterator[Settings]:
-    with node_home() as home:
-        yield node_settings(home)
-
-
-@pytest.fixture(autouse=True)
-async def clean(settings: Settings) -> AsyncIterator[None]:
-    async with clean_node(settings):
-        yield
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240), pytest.mark.usefixtures("clean")]
 
 
 def sdk(server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:

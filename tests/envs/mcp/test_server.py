@@ -14,21 +14,13 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from sandyard.config import Settings
 from sandyard.connection import Connection
 from sandyard.envs.base import StepStatus
 from sandyard.envs.mcp.client import McpLost, mcp_tools
 from sandyard.envs.tools import ToolManager
-from sandyard.images.base import build_base
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(240), pytest.mark.usefixtures("base_template")]
 SERVE = [sys.executable, "-m", "sandyard", "mcp", "serve"]
-
-
-@pytest.fixture(autouse=True)
-async def base_template() -> None:
-    """Built on first use, which takes a minute or two."""
-    await build_base(Settings())
 
 
 def _settings(connection: Connection) -> dict[str, str]:
