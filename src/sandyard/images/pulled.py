@@ -45,11 +45,12 @@ async def pull_template(
     check_name(name)
     store = TemplateStore(settings)
     kind, _, rest = source.partition(":")
-    if digest is not None and (kind == DEBOOTSTRAP or _TARBALL.fullmatch(source)):
+    tarball = _TARBALL.fullmatch(source) and not _is_file(source)
+    if digest is not None and (kind == DEBOOTSTRAP or tarball):
         raise BadRequest(f"{source} has no digest", field="digest", remedy="leave --digest out")
     if kind == DEBOOTSTRAP:
         return await _bootstrapped(settings, store, name, rest, progress)
-    if _TARBALL.fullmatch(source) and not _is_file(source):
+    if tarball:
         return await asyncio.to_thread(_unpacked, store, name, Path(source), progress)
     source = source if digest is None else pinned(source, digest)
     async with needs(settings, collect, transports) as given:
@@ -71,7 +72,8 @@ def pinned(source: str, digest: str) -> str:
     """The source with its digest, in place of a tag. Raises `BadRequest` where it has another."""
     if not _DIGEST.fullmatch(digest):
         raise BadRequest(f"digest {digest!r} is not sha256: and 64 hexadecimal digits", field="digest")
-    plain, _, known = source.partition("@")
+    plain, _, known = source.rpartition("@sha256:") if "@sha256:" in source else (source, "", "")
+    known = known and f"sha256:{known}"
     if known and known != digest:
         raise BadRequest(f"image '{source}' names another digest than {digest}", field="digest")
     return f"{plain}@{digest}"

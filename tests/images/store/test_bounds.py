@@ -24,6 +24,7 @@ from sandyard.images.oci.pull import Needs, needs, pull
 from sandyard.images.oci.room import NoRoom, Watermarks
 from sandyard.images.pulled import pull_template
 from sandyard.images.templates import TemplateStore
+from tests.images.oci import image, write_layout
 from tests.images.store.conftest import MIB, MakeSettings, bytes_below, layout, random_layer, unused_goes
 
 pytestmark = pytest.mark.root
@@ -196,3 +197,22 @@ async def test_a_pull_without_needs_takes_its_own(make: MakeSettings, tmp_path: 
         assert node_templates(settings) == {}
     await pull(settings, layout(tmp_path / "image", random_layer("a", MIB)))
     assert list((LayerStore(settings).home / ".holds").iterdir()) == []
+
+
+async def test_a_digest_is_demanded(make: MakeSettings, tmp_path: Path) -> None:
+    settings = make()
+    made = image([random_layer("a", MIB)], plain=True)
+    source = f"oci:{write_layout(tmp_path / 'image', made)}"
+    assert (await pull_template(settings, source, "tool", digest=made.manifest)).recipe == made.manifest
+    other = f"sha256:{'0' * 64}"
+    with pytest.raises(HostError, match="no manifest"):
+        await pull_template(settings, source, "tool", digest=other)
+    with pytest.raises(BadRequest, match="names another digest"):
+        await pull_template(settings, f"{source}@{made.manifest}", "tool", digest=other)
+    with pytest.raises(BadRequest, match="is not sha256"):
+        await pull_template(settings, source, "tool", digest="latest")
+    with pytest.raises(BadRequest, match="has no digest"):
+        await pull_template(settings, "debootstrap:bookworm", "tool", digest=other)
+    with pytest.raises(BadRequest, match="name one"):
+        await pull_template(settings, "debootstrap:/etc", "tool")
+    assert clean(settings)

@@ -97,8 +97,8 @@ def test_killed_10_times(make: MakeSettings, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_killed_100_times(make: MakeSettings, tmp_path: Path) -> None:
-    assert campaign(make(store_high_mb=24, store_low_mb=12), tmp_path, 100) >= 30
+def test_killed_200_times(make: MakeSettings, tmp_path: Path) -> None:
+    assert campaign(make(store_high_mb=24, store_low_mb=12), tmp_path, 200) >= 60
 
 
 @pytest.mark.timeout(120)

@@ -80,7 +80,7 @@ def collect(
         outcome = judge(store.all(), in_use(), held, Watermarks.of(settings), free)
         unlinked = [] if dry_run else [path for layer in outcome.gone if (path := store.unlink(layer)) is not None]
     for path in unlinked:
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # another collection may be at it, and what stays is tidied up
     if not dry_run:
         store.tidy()
         for path in leftovers(settings):

@@ -29,10 +29,12 @@ class Hold:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def add(self, key: str) -> None:
-        """Hold a layer. Call under the guard, before anybody could remove it."""
+    def add(self, key: str, landed: int = 0) -> None:
+        """Hold a layer, of which so many bytes are being written no more. Call under the guard, before anybody could
+        remove it."""
         with self._lock:
             self._keys.add(key)
+            self._bytes -= landed
             self._write()
 
     def reserve(self, count: int) -> None:

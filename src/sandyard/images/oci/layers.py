@@ -84,11 +84,11 @@ class LayerStore:
         hold: Hold | None = None,
         on_bytes: Callable[[int], None] = lambda count: None,
     ) -> Layer:
-        """Unpack the topmost of `diff_ids` from its blob; `below` are the layers under it, the topmost first. It is
-        held from the moment it is there. `on_bytes` hears of what is about to be written, and may raise.
+        """Unpack the topmost of `diff_ids` from its blob; `below` are the layers under it, the topmost first.
 
-        Raises `BadRequest` where the content is not what `diff_ids` says, or cannot be unpacked, `HostError` where
-        the disk fails."""
+        It is held from the moment it is there, and what it takes is reserved no more. `on_bytes` hears of what is about
+        to be written, and may raise. Raises `BadRequest` where the content is not what `diff_ids` says, or cannot be
+        unpacked, `HostError` where the disk fails."""
         wanted = diff_ids[-1]
         with self._scratch() as scratch:
             trees = [layer.tree for layer in below]
@@ -97,8 +97,8 @@ class LayerStore:
                 raise BadRequest(f"the layer holds {made.diff_id}, and its image says {wanted}")
             key = _plain(wanted if made.self_contained else chain_id(diff_ids))
             try:
-                self._describe(scratch, key, wanted, made.size_bytes)
-                return self._install(scratch, key, hold)
+                landed = self._describe(scratch, key, wanted, made.size_bytes)
+                return self._install(scratch, key, hold, landed)
             except OSError as error:
                 raise HostError(f"layer store {self.home}: {error}", remedy="check paths.state and its disk") from error
 
@@ -161,17 +161,18 @@ class LayerStore:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)  # it was renamed, as a rule
 
-    def _describe(self, scratch: Path, key: str, diff_id: str, size: int) -> None:
+    def _describe(self, scratch: Path, key: str, diff_id: str, size: int) -> int:
         indexed = write_index(scratch / "tree", scratch / INDEX)
         record = {"key": key, "diff_id": diff_id, "size_bytes": size, "disk_bytes": indexed.disk_bytes}
         (scratch / "layer.json").write_text(json.dumps(record))
         (scratch / "layer.json").chmod(0o644)
         scratch.chmod(0o711)
+        return indexed.disk_bytes
 
-    def _install(self, scratch: Path, key: str, hold: Hold | None) -> Layer:
+    def _install(self, scratch: Path, key: str, hold: Hold | None, landed: int) -> Layer:
         with guard(self.home):
             if hold is not None:
-                hold.add(key)
+                hold.add(key, landed)
             try:
                 scratch.rename(self.home / key)
             except OSError:

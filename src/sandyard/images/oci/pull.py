@@ -279,7 +279,7 @@ class _Layers:
                 made = self._store.add(blob, diff_ids, under, hold=self._held, on_bytes=count)
             size = path.stat().st_size
             os.unlink(path)
-            self._room.give(size + written)
+            self._room.give(size + written - made.disk_bytes)  # which counts as a layer by now
             self._room.check()
             return made
 

@@ -74,7 +74,7 @@ class Room:
         self._fit(ahead)
 
     def give(self, count: int) -> None:
-        """So many bytes of what was taken are gone again, or counted as a layer. Blocking."""
+        """So many bytes of what was taken are gone again. Blocking."""
         with self._lock:
             spent = min(self._ahead, count)
             self._ahead -= spent
