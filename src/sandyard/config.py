@@ -131,7 +131,15 @@ class ImageSettings(_Section):
     auth_file: Path | None = None  # credentials as `docker login` keeps them; None: ~/.docker/config.json
     platform: str | None = None  # "linux/arm64"; None: the host's own
     max_layer_mb: int = Field(default=32 * 1024, ge=1)  # a layer that unpacks to more is refused
+    store_high_mb: int = Field(default=0, ge=0)  # what layers of images may take; 0: two fifths of their disk
+    store_low_mb: int = Field(default=0, ge=0)  # what they are brought to when they pass that; 0: four fifths of it
     aliases: dict[str, str] = Field(default_factory=dict)  # image: the template that stands for it
+
+    @model_validator(mode="after")
+    def _low_is_lower(self) -> Self:
+        if 0 < self.store_high_mb < self.store_low_mb:
+            raise ValueError("images.store_low_mb is more than images.store_high_mb")
+        return self
 
     @field_validator("aliases", mode="before")
     @classmethod

@@ -348,23 +348,6 @@ async def test_layers_that_need_those_below_are_kept_by_chain(make: MakeSettings
 
 
 @root_only
-async def test_the_least_recently_used_goes_first_and_what_is_in_use_stays(make: MakeSettings, tmp_path: Path) -> None:
-    settings = make()
-    store = LayerStore(settings)
-    for number in range(4):
-        made = image([layer(Entry("x", bytes([number]) * 1000))])
-        await pull(settings, f"oci:{oci.write_layout(tmp_path / str(number), made)}")
-    for age, kept in enumerate(reversed(store.all())):
-        os.utime(store.home / kept.key / "layer.json", (1000 - age, 1000 - age))
-    oldest, second, *_ = layers = store.all()
-    assert store.plan([], 2500, 4000) == []  # not beyond the high mark
-    assert store.plan([oldest.tree], 2500, 3500) == layers[1:3]
-    store.remove(second)
-    store.remove(second)
-    assert [found.key for found in store.all()] == [layers[0].key, *(found.key for found in layers[2:])]
-
-
-@root_only
 async def test_two_pulls_at_once_make_one_layer(make: MakeSettings, tmp_path: Path) -> None:
     settings = make()
     layout = oci.write_layout(tmp_path / "layout", image([LOWER, UPPER]))

@@ -27,6 +27,7 @@ NOUNS = (
     "template",
     "build",
     "pull",
+    "store",
     "train",
     "evaluate",
     "openenv",

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from sandyard.cli.console import stdout
-from sandyard.cli.setup import SetupLines
+from sandyard.cli.keeping import make_room, through_server
+from sandyard.cli.pulling import pull_lines
 from sandyard.config import load_settings
 
 
@@ -21,11 +22,13 @@ def pull(
         str,
         typer.Argument(
             metavar="IMAGE",
-            help="registry/name:tag or @digest, oci:DIR[:tag], docker-archive:FILE, oci-archive:FILE, or a rootfs .tar",
+            help="registry/name:tag or @digest, oci:DIR[:tag], docker-archive:FILE, oci-archive:FILE, a rootfs .tar, "
+            "or debootstrap:SUITE",
         ),
     ],
     name: Annotated[str | None, typer.Option("--name", "-n", help="of the template [the image's own]")] = None,
     platform: Annotated[str | None, typer.Option(help="such as linux/arm64 [this machine's]")] = None,
+    digest: Annotated[str | None, typer.Option(help="what the image must be, sha256:...; another is refused")] = None,
     start: Annotated[
         bool, typer.Option("--start", help="sandboxes run the image's entrypoint and command when they start")
     ] = False,
@@ -42,5 +45,8 @@ def pull(
     from sandyard.images.pulled import pull_template
 
     settings = load_settings({"images.platform": platform})
-    made = asyncio.run(pull_template(settings, source, name, SetupLines("pull"), start=start))
+    with pull_lines() as lines:
+        work = pull_template(settings, source, name, lines, start=start, digest=digest, collect=make_room(settings))
+        made = asyncio.run(work)
+        through_server(settings, "/store/gc", {})  # what the one before stood on may be too much now
     stdout.print(made.name, markup=False)

@@ -7,6 +7,7 @@ archive. Owners are shifted on the way (see `owners`).
 
 from __future__ import annotations
 
+import errno
 import os
 import tarfile
 from collections.abc import Callable, Iterator
@@ -14,12 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
-from sandyard.errors import BadRequest
+from sandyard.errors import BadRequest, HostError
 from sandyard.images.entries import StrangeEntry, entries
 from sandyard.images.owners import CAPABILITY, bind_capability, shifted
 
 MAX_ENTRIES = 2_000_000
 _CHUNK = 1 << 20
+_BLOCK = 4096  # what a file system takes for an entry, about
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 _ENOUGH_DIRECTORIES = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -45,14 +48,23 @@ def unpack(archive: Path, root: Path, uid_base: int, on_bytes: Callable[[int], N
             remedy="give a .tar, .tar.gz, .tar.bz2 or .tar.xz",
         ) from error
     except OSError as error:
+        check_disk(error, root)
         raise BadRequest(f"archive {archive}: {error}") from error
+
+
+def check_disk(error: OSError, root: Path) -> None:
+    """Raises `HostError` where it is the disk below `root` that failed, and not what was to be written."""
+    if error.errno in _DISK:
+        raise HostError(f"disk of {root.parent}: {error.strerror}", remedy="free some, or set paths.state") from error
 
 
 class Unpacker:
     """Writes entries below `root`. Directory modes are set at the end, so that files fit in."""
 
-    def __init__(self, root: Path, uid_base: int) -> None:
+    def __init__(self, root: Path, uid_base: int, on_bytes: Callable[[int], None] = lambda count: None) -> None:
+        """`on_bytes` hears of bytes that are about to be written, and may raise."""
         self.written = 0
+        self._on_bytes = on_bytes
         self._root = os.open(root, _ENOUGH_DIRECTORIES)
         self._base = uid_base
         self._directories: list[tuple[tuple[str, ...], int, float]] = []  # parts, mode, mtime
@@ -73,6 +85,7 @@ class Unpacker:
 
     def add(self, member: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
         parts = parts_of(member.name)
+        self._on_bytes(_BLOCK)
         if member.isdir():
             with self._walk(parts, make=True, name=member.name) as fd:
                 os.chown(fd, *self._owner(member))
@@ -88,14 +101,20 @@ class Unpacker:
                 self._file(member, tar, parts[-1], parent)
             elif member.issym():
                 os.symlink(member.linkname, parts[-1], dir_fd=parent)
-                os.chown(parts[-1], *self._owner(member), dir_fd=parent, follow_symlinks=False)
+                self._settle(member, parts[-1], parent)
             elif member.islnk():
                 self._hard_link(member, parts[-1], parent)
             elif member.isfifo():
-                os.mkfifo(parts[-1], member.mode & 0o777, dir_fd=parent)
-                os.chown(parts[-1], *self._owner(member), dir_fd=parent, follow_symlinks=False)
+                os.mkfifo(parts[-1], 0o600, dir_fd=parent)
+                os.chmod(parts[-1], member.mode & 0o777, dir_fd=parent)  # whatever the umask
+                self._settle(member, parts[-1], parent)
             else:
                 raise BadRequest(f"entry {member.name!r} is of the unknown type {member.type!r}")
+
+    def _settle(self, member: tarfile.TarInfo, name: str, parent: int) -> None:
+        """Owner and time of what is not opened."""
+        os.chown(name, *self._owner(member), dir_fd=parent, follow_symlinks=False)
+        os.utime(name, (member.mtime, member.mtime), dir_fd=parent, follow_symlinks=False)
 
     def _file(self, member: tarfile.TarInfo, tar: tarfile.TarFile, name: str, parent: int) -> None:
         source = tar.extractfile(member)
@@ -114,6 +133,7 @@ class Unpacker:
 
     def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:
         while chunk := source.read(_CHUNK):
+            self._on_bytes(len(chunk))
             target.write(chunk)
             self.written += len(chunk)
 

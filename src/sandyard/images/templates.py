@@ -1,9 +1,9 @@
 """The templates of a node: unpacked root file systems, by name.
 
 `<state>/templates/<name>/<template id>/rootfs` holds the files (for a template that was made in a sandbox
-from another one: what it adds to that one's), `<state>/templates/<name>/template.json` says which of them
-is current. Both appear by rename: a crash leaves a `.building-*` directory at
-most, which the next build removes.
+from another one: what it adds to that one's), `files.idx` beside it says what it held when it was made, and
+`<state>/templates/<name>/template.json` says which of them is current. All appear by rename: a crash leaves a
+`.building-*` directory at most, which the next build removes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 from sandyard.config import Settings
 from sandyard.errors import BadRequest, Conflict, NotFound
 from sandyard.images.tarball import unpack
+from sandyard.images.treeindex import NAME as INDEX
+from sandyard.images.treeindex import write_index
 from sandyard.runtimes.base import Rootfs
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -168,6 +170,7 @@ class TemplateStore:
         home = self.home / name
         (home / template_id).mkdir(mode=0o711, parents=True)
         if rootfs is not None:
+            write_index(rootfs, home / template_id / INDEX)
             rootfs.rename(home / template_id / "rootfs")
         record: dict[str, Any] = {
             "name": name,
@@ -196,10 +199,25 @@ class TemplateStore:
                 shutil.rmtree(entry.path)
         return self._parse(record)
 
+    def leftovers(self) -> Sequence[Path]:
+        """What builds left that were killed: the next one removes it. Blocking, and for a moment nobody can build."""
+        with open(self.home / ".lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return []  # one is at work, and it is its own
+            return list(self.home.glob(f"{_BUILDING}*"))
+
+    def read(self, record: Path) -> Template:
+        """What a `template.json` says, whether or not what it names is there.
+
+        Raises `OSError`, and `ValueError`, `KeyError` or `TypeError` for a damaged one."""
+        return self._parse(json.loads(record.read_text()))
+
     def _load(self, name: str) -> Template | None:
         try:
-            template = self._parse(json.loads((self.home / name / "template.json").read_text()))
-        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+            template = self.read(self.home / name / "template.json")
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
             return None  # half deleted, or never finished
         return template if all(layer.exists() for layer in template.rootfs.layers) else None
 

@@ -26,6 +26,7 @@ from sandyard.server.control import (
     pausing,
     sandboxes,
     snapshots,
+    storage,
     teams,
     templates,
 )
@@ -35,6 +36,7 @@ from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.dataplane import DataPlane
 from sandyard.server.load import LoadHistory
 from sandyard.server.metrics import Metrics
+from sandyard.server.storekeeper import StoreKeeper
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
@@ -54,6 +56,7 @@ ROUTERS = [
         logs,
         teams,
         nodes,
+        storage,
         agentenv,
         health,
     )
@@ -68,6 +71,8 @@ class Application:
         self.keys = keys
         self.usage = UsageHistory(manager)
         self.builds = Builds(manager)
+        self.keeper = StoreKeeper(manager)
+        self.builds.bases.collect, self.builds.bases.settled = self.keeper.make_room, self.keeper.soon
         self.control = control_plane(
             Context(
                 manager,
@@ -79,6 +84,7 @@ class Application:
                 LoadHistory(manager),
                 self.builds,
                 Tickets(tokens),
+                self.keeper,
                 hooks,
             )
         )

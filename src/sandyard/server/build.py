@@ -77,10 +77,12 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
         try:
             await manager.start()
             await app.builds.start()
+            await app.keeper.start()
             app.usage.start()
             yield app
         finally:
             await app.usage.stop()
+            await app.keeper.stop()
             await app.builds.stop()
             try:
                 await manager.stop(keep=settings.server.keep_sandboxes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,10 @@ class _Files:
         """Raises `KeyError`."""
         raise NotImplementedError
 
+    def size(self, name: str) -> int:
+        """Bytes of a file. Raises `KeyError`."""
+        raise NotImplementedError
+
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
             return file.read(MANIFEST_LIMIT)
@@ -58,6 +63,9 @@ class _Directory(_Files):
         except FileNotFoundError as error:
             raise KeyError(name) from error
 
+    def size(self, name: str) -> int:
+        return (self._root / name).stat().st_size if self.has(name) else 0
+
 
 class _Tar(_Files):
     """Read in place: nothing is unpacked."""
@@ -73,15 +81,21 @@ class _Tar(_Files):
         return name in self._members
 
     def open(self, name: str) -> IO[bytes]:
+        file = self._tar.extractfile(self._member(name))
+        if file is None:
+            raise KeyError(name)
+        return file
+
+    def size(self, name: str) -> int:
+        return self._member(name).size
+
+    def _member(self, name: str) -> tarfile.TarInfo:
         member = self._members[name]
         for _ in range(8):  # docker save writes a repeated layer as a symlink to the first
             if not member.issym():
                 break
-            member = self._members[str(Path(member.name).parent / member.linkname)]
-        file = self._tar.extractfile(member)
-        if file is None:
-            raise KeyError(name)
-        return file
+            member = self._members[os.path.normpath(Path(member.name).parent / member.linkname)]
+        return member
 
     def close(self) -> None:
         self._tar.close()
@@ -157,6 +171,9 @@ class DockerArchive(_FileSource):
             diff_ids = parse_json(config, self.name)["rootfs"]["diff_ids"]
         except (KeyError, TypeError) as error:
             raise BadRequest(f"{self.name}: manifest.json names {error}, which is not there") from error
+        missing = [name for name in layers if not self._files.has(name)]
+        if missing:
+            raise BadRequest(f"{self.name}: manifest.json names {missing[0]}, which is not there")
         if len(diff_ids) != len(layers):
             raise BadRequest(f"{self.name}: {len(layers)} layers, and the configuration names {len(diff_ids)}")
         self._names = dict(zip(diff_ids, layers, strict=True)) | {digest_of(config): image["Config"]}
@@ -164,7 +181,10 @@ class DockerArchive(_FileSource):
             "schemaVersion": 2,
             "mediaType": DOCKER_MANIFEST,
             "config": {"digest": digest_of(config), "size": len(config)},
-            "layers": [{"digest": diff_id, "size": 0} for diff_id in diff_ids],
+            "layers": [
+                {"digest": diff_id, "size": self._files.size(name)}
+                for diff_id, name in zip(diff_ids, layers, strict=True)
+            ],
         }
         return json.dumps(document).encode()
 

@@ -1,8 +1,8 @@
 """Unpacked layers, kept once for every template that has them, found by what they hold.
 
-`<state>/layers-oci/<key>/tree` is one layer as overlayfs takes it and `layer.json` beside it says
-what it is. `key` is the digest of the layer's tar; for a layer that needs those below it, of the
-whole chain. Both appear by one rename; what a killed process left is named `.making-*`.
+`<state>/layers-oci/<key>/tree` is one layer as overlayfs takes it; beside it `layer.json` says what it is, and
+`files.idx` what it holds. `key` is the digest of the layer's tar; for a layer that needs those below it, of the
+whole chain. All appear by one rename; what a killed process left is named `.making-*`.
 """
 
 from __future__ import annotations
@@ -14,28 +14,37 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from sandyard.config import Settings
 from sandyard.errors import BadRequest, HostError
+from sandyard.images.oci.holds import Held, Hold, guard, read_holds
 from sandyard.images.oci.unpack import unpack_layer
+from sandyard.images.treeindex import NAME as INDEX
+from sandyard.images.treeindex import write_index
 
 _MAKING = ".making-"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """`size_bytes` of content; `used_at` in seconds since the epoch, to the minute."""
+    """`size_bytes` of content, `disk_bytes` as the file system has them; `used_at` in seconds since the epoch, to
+    the minute."""
 
     key: str
     diff_id: str
     size_bytes: int
     tree: Path
     used_at: float = 0.0
+    disk_bytes: int = 0
+
+    @property
+    def home(self) -> Path:
+        return self.tree.parent
 
 
 def chain_id(diff_ids: Sequence[str]) -> str:
@@ -54,31 +63,44 @@ class LayerStore:
         self._uid_base = settings.container.uid_base
         self._max_bytes = settings.images.max_layer_mb << 20
 
-    def find(self, diff_ids: Sequence[str]) -> Layer | None:
-        """The topmost layer of these (the lowest first), if it is kept."""
-        for key in dict.fromkeys((diff_ids[-1], chain_id(diff_ids))):
-            layer = self._load(_plain(key))
-            if layer is not None and layer.diff_id == diff_ids[-1]:
-                self._touch(layer)
-                return layer
+    def find(self, diff_ids: Sequence[str], hold: Hold | None = None) -> Layer | None:
+        """The topmost layer of these (the lowest first), if it is kept; it is held from now on."""
+        with guard(self.home):
+            for key in dict.fromkeys((diff_ids[-1], chain_id(diff_ids))):
+                layer = self._load(_plain(key))
+                if layer is not None and layer.diff_id == diff_ids[-1]:
+                    if hold is not None:
+                        hold.add(layer.key)
+                    self._touch(layer)
+                    return layer
         return None
 
-    def add(self, blob: IO[bytes], diff_ids: Sequence[str], below: Sequence[Layer]) -> Layer:
+    def add(
+        self,
+        blob: IO[bytes],
+        diff_ids: Sequence[str],
+        below: Sequence[Layer],
+        *,
+        hold: Hold | None = None,
+        on_bytes: Callable[[int], None] = lambda count: None,
+    ) -> Layer:
         """Unpack the topmost of `diff_ids` from its blob; `below` are the layers under it, the topmost first.
 
-        Raises `BadRequest` where the content is not what `diff_ids` says, or cannot be unpacked."""
+        It is held from the moment it is there, and what it takes is reserved no more. `on_bytes` hears of what is about
+        to be written, and may raise. Raises `BadRequest` where the content is not what `diff_ids` says, or cannot be
+        unpacked, `HostError` where the disk fails."""
         wanted = diff_ids[-1]
         with self._scratch() as scratch:
             trees = [layer.tree for layer in below]
-            made = unpack_layer(blob, scratch / "tree", self._uid_base, self._max_bytes, trees)
+            made = unpack_layer(blob, scratch / "tree", self._uid_base, self._max_bytes, trees, on_bytes)
             if made.diff_id != wanted:
                 raise BadRequest(f"the layer holds {made.diff_id}, and its image says {wanted}")
             key = _plain(wanted if made.self_contained else chain_id(diff_ids))
-            record = {"key": key, "diff_id": wanted, "size_bytes": made.size_bytes}
-            (scratch / "layer.json").write_text(json.dumps(record))
-            (scratch / "layer.json").chmod(0o644)
-            scratch.chmod(0o711)
-            return self._install(scratch, key)
+            try:
+                landed = self._describe(scratch, key, wanted, made.size_bytes)
+                return self._install(scratch, key, hold, landed)
+            except OSError as error:
+                raise HostError(f"layer store {self.home}: {error}", remedy="check paths.state and its disk") from error
 
     def all(self) -> Sequence[Layer]:
         """Every layer, the one unused for the longest first."""
@@ -87,62 +109,77 @@ class LayerStore:
         found = [self._load(entry.name) for entry in os.scandir(self.home) if not entry.name.startswith(".")]
         return sorted((layer for layer in found if layer is not None), key=lambda layer: layer.used_at)
 
-    def remove(self, layer: Layer) -> None:
-        """Idempotent: it is renamed away first, so that half a layer is never found."""
+    def used_bytes(self) -> int:
+        """Bytes on disk of every layer, with those that are being written."""
+        with guard(self.home, exclusive=True):
+            return sum(layer.disk_bytes for layer in self.all()) + read_holds(self.home).bytes
+
+    def held(self) -> Held:
+        """What is at work. Call under the guard, exclusive."""
+        return read_holds(self.home)
+
+    def unlink(self, layer: Layer) -> Path | None:
+        """Take a layer out of the store, whole: nobody finds half of one. What is to be deleted, if it was there.
+
+        Call under the guard, exclusive, having seen to it that nobody needs it."""
         gone = self.home / f"{_MAKING}{os.urandom(8).hex()}"
         try:
-            (self.home / layer.key).rename(gone)
+            layer.home.rename(gone)
         except FileNotFoundError:
-            return
-        shutil.rmtree(gone)
+            return None
+        return gone
+
+    def leftovers(self) -> Sequence[Path]:
+        """What killed processes left behind."""
+        found: list[Path] = []
+        for entry in self.home.glob(f"{_MAKING}*"):
+            with _lock(entry, blocking=False) as free:
+                if free:
+                    found.append(entry)
+        return found
 
     def tidy(self) -> None:
         """Remove what killed processes left behind."""
         if not self.home.is_dir():
             return
-        for entry in self.home.glob(f"{_MAKING}*"):
-            with _lock(entry, blocking=False) as free:
-                if free:
-                    shutil.rmtree(entry)
-
-    def plan(self, in_use: Collection[Path], low_bytes: int, high_bytes: int) -> Sequence[Layer]:
-        """What to remove, the longest unused first, once the whole passes `high_bytes`, until it is below
-        `low_bytes`. `in_use` are trees that templates, snapshots or sandboxes stand on."""
-        layers = self.all()
-        total = sum(layer.size_bytes for layer in layers)
-        if total <= high_bytes:
-            return []
-        doomed: list[Layer] = []
-        for layer in layers:
-            if total <= low_bytes:
-                break
-            if layer.tree not in in_use:
-                doomed.append(layer)
-                total -= layer.size_bytes
-        return doomed
+        with guard(self.home, exclusive=True):  # else one that was made just now and is not locked yet
+            found = self.leftovers()
+        for entry in found:
+            shutil.rmtree(entry, ignore_errors=True)  # another may be at it
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
-        try:
-            self.home.mkdir(mode=0o711, parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=_MAKING, dir=self.home))
-        except OSError as error:
-            raise HostError(f"layer store {self.home}: {error}", remedy="check paths.state and its disk") from error
-        with _lock(scratch, blocking=True):
+        with ExitStack() as stack:
+            try:
+                with guard(self.home):
+                    scratch = Path(tempfile.mkdtemp(prefix=_MAKING, dir=self.home))
+                    stack.enter_context(_lock(scratch, blocking=True))
+            except OSError as error:
+                raise HostError(f"layer store {self.home}: {error}", remedy="check paths.state and its disk") from error
             try:
                 yield scratch
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)  # it was renamed, as a rule
 
-    def _install(self, scratch: Path, key: str) -> Layer:
-        home = self.home / key
-        try:
-            scratch.rename(home)
-        except OSError:
-            if self._load(key) is None:
-                raise
-            # another made the same meanwhile
-        layer = self._load(key)
+    def _describe(self, scratch: Path, key: str, diff_id: str, size: int) -> int:
+        indexed = write_index(scratch / "tree", scratch / INDEX)
+        record = {"key": key, "diff_id": diff_id, "size_bytes": size, "disk_bytes": indexed.disk_bytes}
+        (scratch / "layer.json").write_text(json.dumps(record))
+        (scratch / "layer.json").chmod(0o644)
+        scratch.chmod(0o711)
+        return indexed.disk_bytes
+
+    def _install(self, scratch: Path, key: str, hold: Hold | None, landed: int) -> Layer:
+        with guard(self.home):
+            if hold is not None:
+                hold.add(key, landed)
+            try:
+                scratch.rename(self.home / key)
+            except OSError:
+                if self._load(key) is None:
+                    raise
+                # another made the same meanwhile
+            layer = self._load(key)
         assert layer is not None  # renamed into place, or found just now
         return layer
 
@@ -151,13 +188,14 @@ class LayerStore:
         try:
             record = json.loads(path.read_text())
             used_at = path.stat().st_mtime
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            size, tree = record["size_bytes"], self.home / key / "tree"
+            return Layer(record["key"], record["diff_id"], size, tree, used_at, record.get("disk_bytes", size))
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return Layer(record["key"], record["diff_id"], record["size_bytes"], self.home / key / "tree", used_at)
 
     def _touch(self, layer: Layer) -> None:
         if time.time() - layer.used_at > 60:
-            os.utime(self.home / layer.key / "layer.json")
+            os.utime(layer.home / "layer.json")
 
 
 def _plain(digest: str) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,13 @@ from sandyard.config import Settings
 from sandyard.errors import BadRequest, HostError, SandyardError
 from sandyard.images.oci.archive import open_archive
 from sandyard.images.oci.base import Source, SourceError, digest_of, parse_json, resolve
+from sandyard.images.oci.downloads import downloading
+from sandyard.images.oci.holds import Hold, hold
 from sandyard.images.oci.layers import Layer, LayerStore
 from sandyard.images.oci.manifest import Descriptor, ImageConfig, Manifest, default_platform, parse_config
 from sandyard.images.oci.reference import Reference
 from sandyard.images.oci.registry import Credentials, RegistrySource
+from sandyard.images.oci.room import Collect, NoRoom, Room, Watermarks, collect_nothing
 from sandyard.images.progress import Progress, silent
 
 _AT_ONCE = 3
@@ -51,26 +53,58 @@ class Image:
 Transports = Callable[[str], httpx.AsyncBaseTransport | None]
 
 
-async def pull(
-    settings: Settings, text: str, progress: Progress = silent, *, transports: Transports = lambda _registry: None
-) -> Image:
-    """Pull an image by name, or take it from a file (`oci:PATH[:TAG]`, `docker-archive:PATH[:TAG]`).
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a pull works with. `hold` keeps its layers until something names them; `collect` makes room for them."""
 
-    Raises `BadRequest` for a bad name, one that is not allowed, or an image that is none, and
-    `HostError` listing each candidate and why it failed."""
+    hold: Hold
+    collect: Collect = collect_nothing
+    transports: Transports = lambda _registry: None
+
+
+@contextlib.asynccontextmanager
+async def needs(
+    settings: Settings, collect: Collect = collect_nothing, transports: Transports = lambda _registry: None
+) -> AsyncIterator[Needs]:
+    """For the time until what is pulled has a name of its own. Raises `HostError`."""
+    home = LayerStore(settings).home
+    with contextlib.ExitStack() as stack:
+        # In a thread: whoever removes layers has the guard, and may wait for this event loop.
+        entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, hold(home)))
+        try:
+            held = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            await asyncio.wait([entering])
+            raise
+        except OSError as error:
+            raise HostError(f"layer store {home}: {error}", remedy="check paths.state and its disk") from error
+        yield Needs(held, collect, transports)
+
+
+async def pull(settings: Settings, text: str, progress: Progress = silent, given: Needs | None = None) -> Image:
+    """Pull an image by name, or take it from a file (`oci:PATH[:TAG]`, `oci-archive:` and
+    `docker-archive:PATH[:TAG]`, each maybe with `@DIGEST`).
+
+    Raises `BadRequest` for a bad name, one that is not allowed, or an image that is none, `NoRoom`, and
+    `HostError` listing each candidate and why it failed. Without what is `given`, nothing keeps the layers."""
+    if given is None:
+        async with needs(settings) as given:
+            return await pull(settings, text, progress, given)
     if (archive := _archive(text)) is not None:
         source = await asyncio.to_thread(open_archive, archive[0])
         try:
-            return await _take(settings, source, archive[1], text, progress)
+            return await _take(settings, source, archive[1], text, progress, given)
         finally:
             await source.close()
     reference = Reference.parse(text)
     failures: list[str] = []
     for registry, path in candidates(settings, reference):
-        source = _registry(settings, registry, path, transports(registry))
+        source = _registry(settings, registry, path, given.transports(registry))
         progress("pull", None, f"trying {source.name}")
         try:
-            return await _take(settings, source, reference.version, str(reference), progress)
+            return await _take(settings, source, reference.version, str(reference), progress, given)
+        except NoRoom:
+            raise
         except SandyardError as error:  # what it has is no image, or it does not answer: the next may be better
             failures.append(error.message)
             progress("pull", None, error.message)
@@ -122,10 +156,12 @@ def _archive(text: str) -> tuple[Path, str] | None:
     kind, colon, rest = text.partition(":")
     if not colon or kind not in ("oci", "docker-archive", "oci-archive"):
         return None
+    rest, pinned, digest = rest.partition("@sha256:")
     path, tag = Path(rest).expanduser(), "latest"
     if not path.exists() and ":" in rest:
         name, _, tag = rest.rpartition(":")
         path = Path(name).expanduser()
+    tag = f"sha256:{digest}" if pinned else tag
     if not path.exists():
         raise BadRequest(f"image '{text}': {path} does not exist", field="image")
     return path, tag
@@ -137,30 +173,24 @@ def _registry(settings: Settings, registry: str, path: str, transport: httpx.Asy
     return RegistrySource(registry, path, known, plain_http=plain, transport=transport)
 
 
-async def _take(settings: Settings, source: Source, version: str, reference: str, progress: Progress) -> Image:
+async def _take(
+    settings: Settings, source: Source, version: str, reference: str, progress: Progress, given: Needs
+) -> Image:
     platform = settings.images.platform or default_platform()
     digest, manifest = await resolve(source, version, platform)
     store = LayerStore(settings)
-    with ExitStack() as cleanup:
-        scratch = Path(cleanup.enter_context(_downloads(settings)))
+    room = Room(store.home, Watermarks.of(settings), given.hold, store.used_bytes, given.collect)
+    with downloading(settings) as scratch:
         config = await _config(source, manifest, scratch)
         if len(config.diff_ids) != len(manifest.layers):
             raise BadRequest(
                 f"{source.name}: {len(manifest.layers)} layers, and the configuration names {len(config.diff_ids)}"
             )
-        layers = await _Layers(source, store, manifest.layers, config.diff_ids, scratch, progress).all()
+        work = _Layers(source, store, manifest.layers, config.diff_ids, scratch, progress, room, given.hold)
+        layers = await work.all()
     image = Image(reference, digest, source.name, config, list(reversed(layers)))
     progress("pull", 1.0, f"{reference}: {len(layers)} layers, {image.size_bytes >> 20} MiB, {digest}")
     return image
-
-
-def _downloads(settings: Settings) -> tempfile.TemporaryDirectory[str]:
-    folder = settings.paths.state.absolute() / "downloads"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(dir=folder)
-    except OSError as error:
-        raise HostError(f"downloads {folder}: {error}", remedy="check paths.state and its disk") from error
 
 
 async def _config(source: Source, manifest: Manifest, scratch: Path) -> ImageConfig:
@@ -185,6 +215,8 @@ class _Layers:
         diff_ids: Sequence[str],
         scratch: Path,
         progress: Progress,
+        room: Room,
+        held: Hold,
     ) -> None:
         self._source = source
         self._store = store
@@ -192,8 +224,10 @@ class _Layers:
         self._diff_ids = diff_ids
         self._scratch = scratch
         self._progress = progress
+        self._room = room
+        self._held = held
         self._total = sum(blob.size for blob in blobs) or 1
-        self._come = 0
+        self._come = [0] * len(blobs)
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     async def all(self) -> Sequence[Layer]:
@@ -213,37 +247,70 @@ class _Layers:
         return layers
 
     def _known(self) -> dict[int, Layer]:
-        found = ((i, self._store.find(self._diff_ids[: i + 1])) for i in range(len(self._blobs)))
+        found = ((i, self._store.find(self._diff_ids[: i + 1], self._held)) for i in range(len(self._blobs)))
         return {index: layer for index, layer in found if layer is not None}
 
     async def _download(self, index: int) -> Path:
         blob, path = self._blobs[index], self._scratch / str(index)
         async with self._gate:
-            await self._source.fetch(blob, path, lambda count: self._count(index, count))
-            digest = await asyncio.to_thread(_file_digest, path)
+            await asyncio.to_thread(self._room.take, blob.size)
+            try:
+                await self._source.fetch(blob, path, lambda count: self._count(index, count))
+                digest = await asyncio.to_thread(_file_digest, path)
+            except OSError as error:
+                raise HostError(f"downloads {self._scratch}: {error.strerror}", remedy="check its disk") from error
         if digest != blob.digest:
             raise SourceError(f"{self._source.name}: layer {index + 1} is {digest}, not {blob.digest}")
         return path
 
     async def _unpack(self, index: int, download: asyncio.Task[Path], below: Sequence[Layer]) -> Layer:
         path = await download
+        self._tell(index, "unpacking")
+        written = 0
+
+        def count(more: int) -> None:
+            nonlocal written
+            written += more
+            self._room.take(more)
 
         def work() -> Layer:
+            diff_ids, under = self._diff_ids[: index + 1], list(reversed(below))
             with path.open("rb") as blob:
-                made = self._store.add(blob, self._diff_ids[: index + 1], list(reversed(below)))
+                made = self._store.add(blob, diff_ids, under, hold=self._held, on_bytes=count)
+            size = path.stat().st_size
             os.unlink(path)
+            self._room.give(size + written - made.disk_bytes)  # which counts as a layer by now
+            self._room.check()
             return made
 
         try:
-            return await asyncio.to_thread(work)
+            return await _finished(work)
+        except HostError:
+            raise
         except SandyardError as error:
             raise BadRequest(f"{self._source.name}: layer {index + 1}: {error}") from error
 
     def _count(self, index: int, count: int) -> None:
-        self._come += count
-        part = min(self._come / self._total, 1.0)
-        line = f"layer {index + 1} of {len(self._blobs)}: {self._come >> 20} of {self._total >> 20} MiB"
-        self._progress("pull", part * 0.9, line)
+        self._come[index] += count
+        self._tell(index, f"{_mib(self._come[index])} of {_mib(self._blobs[index].size)} MiB")
+
+    def _tell(self, index: int, what: str) -> None:
+        part = min(sum(self._come) / self._total, 1.0)
+        self._progress("pull", part * 0.9, f"layer {index + 1} of {len(self._blobs)}: {what}")
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f}"
+
+
+async def _finished(work: Callable[[], Layer]) -> Layer:
+    """What a thread makes; a cancellation waits for it, since it writes where others clean up."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _file_digest(path: Path) -> str:

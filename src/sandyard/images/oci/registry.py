@@ -58,6 +58,10 @@ class Credentials:
         return (user, password) if colon else None
 
 
+class _Unreachable(SourceError):
+    """No answer, or one that says to come again."""
+
+
 class RegistrySource(Source):
     """One repository of one registry, reached by `transport` if one is given, which is then this object's own.
     Use from one event loop; `close` it."""
@@ -111,6 +115,8 @@ class RegistrySource(Source):
                     problem = f"it ends after {file.tell()} of {blob.size} bytes"
                 except httpx.HTTPError as error:
                     problem = _said(error)
+                except _Unreachable as error:
+                    problem = error.message.removeprefix(f"{self.name}: ")
         raise SourceError(f"{self.name}: blob {blob.digest}: {problem}")
 
     async def close(self) -> None:
@@ -126,7 +132,8 @@ class RegistrySource(Source):
                 out.truncate()
                 on_bytes(-start)
             elif response.status_code not in (200, 206):
-                raise SourceError(f"{self.name}: {_why(response.status_code, f'blob {blob.digest}')}")
+                kind = _Unreachable if response.status_code in (429, 500, 502, 503, 504) else SourceError
+                raise kind(f"{self.name}: {_why(response.status_code, f'blob {blob.digest}')}")
             # Raw: a proxy that packs the answer would change the content that the digest is of.
             async for chunk in response.aiter_raw():
                 if out.tell() + len(chunk) > blob.size:
@@ -152,7 +159,7 @@ class RegistrySource(Source):
         try:
             return await self._client.send(self._client.build_request("GET", url, headers=sent), stream=True)
         except _FAILURES as error:
-            raise SourceError(f"{self.name}: {_said(error)}") from error
+            raise _Unreachable(f"{self.name}: {_said(error)}") from error
 
     async def _authorize(self, challenge: str) -> None:
         kind, _, rest = challenge.partition(" ")

@@ -16,7 +16,7 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import zstandard
 
 from sandyard.errors import BadRequest
 from sandyard.images.entries import StrangeEntry, entries
-from sandyard.images.tarball import MAX_ENTRIES, Unpacker, parts_of
+from sandyard.images.tarball import MAX_ENTRIES, Unpacker, check_disk, parts_of
 
 OPAQUE = "trusted.overlay.opaque"
 _WHITEOUT, _OPAQUE_MARK = ".wh.", ".wh..wh..opq"
@@ -45,17 +45,25 @@ class Unpacked:
     self_contained: bool
 
 
-def unpack_layer(blob: IO[bytes], root: Path, uid_base: int, max_bytes: int, below: Sequence[Path] = ()) -> Unpacked:
+def unpack_layer(
+    blob: IO[bytes],
+    root: Path,
+    uid_base: int,
+    max_bytes: int,
+    below: Sequence[Path] = (),
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Unpacked:
     """Unpack a layer (tar, plain, gzip or zstd) into the new directory `root`.
 
-    `below` are the unpacked layers under it, the topmost first. Blocking. Raises `BadRequest` naming
-    the entry; the caller removes `root`."""
+    `below` are the unpacked layers under it, the topmost first; `on_bytes` hears of what is about to be written,
+    and may raise. Blocking. Raises `BadRequest` naming the entry, and `HostError` where the disk fails; the caller
+    removes `root`."""
     hashed = _Hashed(_decompressed(blob), max_bytes)
     try:
         root.mkdir(mode=0o755)
         with (
             tarfile.open(fileobj=cast("IO[bytes]", hashed), mode="r|", errorlevel=2, tarinfo=StrangeEntry) as tar,
-            LayerUnpacker(root, uid_base, max_bytes, below) as unpacker,
+            LayerUnpacker(root, uid_base, max_bytes, below, on_bytes) as unpacker,
         ):
             for member in entries(tar, MAX_ENTRIES):
                 unpacker.add(member, tar)
@@ -63,14 +71,19 @@ def unpack_layer(blob: IO[bytes], root: Path, uid_base: int, max_bytes: int, bel
             pass
     except BadRequest:
         raise
-    except (tarfile.TarError, EOFError, zstandard.ZstdError, OSError, OverflowError, ValueError) as error:
+    except OSError as error:
+        check_disk(error, root)
+        raise BadRequest(f"the layer is not a tar archive that can be unpacked: {error}") from error
+    except (tarfile.TarError, EOFError, zstandard.ZstdError, OverflowError, ValueError) as error:
         raise BadRequest(f"the layer is not a tar archive that can be unpacked: {error}") from error
     return Unpacked(f"sha256:{hashed.digest.hexdigest()}", unpacker.written, unpacker.self_contained)
 
 
 class LayerUnpacker(Unpacker):
-    def __init__(self, root: Path, uid_base: int, max_bytes: int, below: Sequence[Path]) -> None:
-        super().__init__(root, uid_base)
+    def __init__(
+        self, root: Path, uid_base: int, max_bytes: int, below: Sequence[Path], on_bytes: Callable[[int], None]
+    ) -> None:
+        super().__init__(root, uid_base, on_bytes)
         self.self_contained = True
         self._max_bytes = max_bytes
         self._below = below

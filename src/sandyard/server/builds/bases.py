@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,14 @@ from sandyard.images.build.expand import DEFAULT_PATH
 from sandyard.images.dockerfile.stages import SCRATCH
 from sandyard.images.oci import registry
 from sandyard.images.oci.manifest import ImageConfig
-from sandyard.images.oci.pull import candidates, pull
+from sandyard.images.oci.pull import Needs, candidates, needs, pull
 from sandyard.images.oci.reference import Reference
+from sandyard.images.oci.room import Collect, collect_nothing
 from sandyard.runtimes.base import Rootfs
 from sandyard.sandboxes import Catalog
 from sandyard.server.builds.outward import PublicOnly, trusted
 
+_needs: ContextVar[Needs | None] = ContextVar("needs of the build", default=None)
 # What the images that SDKs name by themselves are here.
 STANDARD = {"e2bdev/base": "base", "e2bdev/code-interpreter": "code-interpreter"}
 DEFAULT_IMAGE = "e2bdev/base"
@@ -69,6 +73,22 @@ class Bases:
         self._settings = settings
         self._catalog = catalog
         self._nothing = settings.paths.state.absolute() / "scratch"
+        self.collect: Collect = collect_nothing
+        self.settled: Callable[[], None] = lambda: None  # told when what a build pulled is held no more
+
+    @contextlib.asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """For one build, in its task: what is pulled for it stays until it ends, and by then has a name. Raises
+        `HostError`."""
+        try:
+            async with needs(self._settings, self.collect) as given:
+                token = _needs.set(given)
+                try:
+                    yield
+                finally:
+                    _needs.reset(token)
+        finally:
+            self.settled()
 
     async def find(self, origin: Origin, tenant: str, log: Log) -> Base:
         """Raises `BuildFailed` at the base step, naming what was tried and why it failed."""
@@ -121,13 +141,18 @@ class Bases:
             except NotFound as error:
                 raise BuildFailed(BASE_STEP, f"image '{image}' stands for a template here: {error}") from error
         _check_public(image)
-        with tempfile.TemporaryDirectory() as scratch:
+        async with contextlib.AsyncExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
             settings = _with_credentials(self._settings, image, origin.credentials, Path(scratch))
-            pulled = await pull(
-                settings,
-                image,
-                lambda _stage, _part, line: log(line, level=Level.DEBUG, step=BASE_STEP),
+            held = _needs.get()
+            if held is None:
+                held = await stack.enter_async_context(needs(settings, self.collect))
+            given = replace(
+                held,
                 transports=lambda host: None if host in trusted(settings.images) else PublicOnly(settings),
+            )
+            pulled = await pull(
+                settings, image, lambda _stage, _part, line: log(line, level=Level.DEBUG, step=BASE_STEP), given
             )
         # As elsewhere that speaks this API: the image's user and directory do not count, its environment does.
         rootfs = Rootfs(list(pulled.trees), dict(pulled.config.env))

@@ -272,7 +272,9 @@ class Builds:
         began = time.monotonic()
         sizes = Resources(**build.config["resources"])
         roomy = replace(sizes, disk_mb=max(sizes.disk_mb, self._settings.disk_mb), pids=max(sizes.pids, 4096))
-        with SandboxWorkshop(self._manager, roomy, say) as workshop:
+        async with contextlib.AsyncExitStack() as stack:
+            workshop = stack.enter_context(SandboxWorkshop(self._manager, roomy, say))
+            await stack.enter_async_context(self.bases.holding())
             built = await self._built(workshop, template.tenant, order, say)
             ready = _ready(build, built)
             say(f"built in {time.monotonic() - began:.1f} s, {built.size_bytes >> 10} KiB added", step=FINAL_STEP)

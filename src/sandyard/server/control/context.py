@@ -15,6 +15,7 @@ from sandyard.server.control.hooks import Hooks
 from sandyard.server.control.idempotency import Idempotency
 from sandyard.server.load import LoadHistory
 from sandyard.server.metrics import Metrics
+from sandyard.server.storekeeper import StoreKeeper
 from sandyard.server.tokens import SandboxTokens
 from sandyard.server.usage import UsageHistory
 
@@ -30,6 +31,7 @@ class Context:
     load: LoadHistory
     builds: Builds
     tickets: Tickets
+    keeper: StoreKeeper
     hooks: Hooks | None
 
 

@@ -1,0 +1,1 @@
+"""What the store holds: what may go, what is damaged, what nobody knows."""

@@ -1,0 +1,1 @@
+"""What a node keeps on its disk: who needs it, whether it is whole, how much it is."""
