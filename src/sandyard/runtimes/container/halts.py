@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandyard.runtimes.base import SandboxSpec
-from sandyard.runtimes.container.commit import sync, sync_layers, sync_tree, wait_detached
+from sandyard.runtimes.container.commit import sync_layers, sync_tree, wait_detached
 from sandyard.runtimes.container.layout import boot_id, decode_spec, encode_spec, read_json, write_json
+from sandyard.runtimes.deltas.format import sync
 
 _RECORD = "halted.json"
 

@@ -126,7 +126,7 @@ def write_delta(path: Path, blocks: Iterable[Block], *, block_size: int, size: i
     finally:
         partial.unlink(missing_ok=True)
     if durable:
-        _sync_directory(path.parent)
+        sync(path.parent)
     return taken
 
 
@@ -183,8 +183,9 @@ def _digest(data: bytes | bytearray) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Bring a file or a directory to the host's disk. Blocking."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
