@@ -346,6 +346,8 @@ class Catalog:
         children = Counter(below for layer in kept if (below := self._parents.get(layer)) is not None)
         changed = False
         for layer in kept - busy:
+            if layer not in named and children[layer] == 1:
+                continue  # it is spare itself
             spare: set[Path] = set()
             below = self._parents.get(layer)
             while below is not None and children[below] == 1 and below not in named | busy:
