@@ -98,36 +98,43 @@ def _increments(report: Report, connection: Connection, home: Path, rounds: int)
     options = connection.sdk_options()
     box = Sandbox.create("base", timeout=600, **options)
     made: list[str] = []
-    taken: list[float] = []
-    still: list[float] = []
-    costs: list[float] = []
-    started: list[float] = []
-    again: list[float] = []
     try:
         box.commands.run(f"head -c {MUCH} /dev/urandom > much", timeout=120)
         first = timed(lambda: made.append(box.create_snapshot().snapshot_id), 1, 0)
+        report.add(Figure(f"first snapshot, {MUCH >> 20} MiB written", first))
+        _next_ones(report, box, made, home, rounds)
+        for name, note in (("first", "its image is put together"), ("again", "")):
+            copies: list[Sandbox] = []
+            start = timed(lambda: copies.append(Sandbox.create(made[-1], timeout=60, **options)), 1, 0)  # noqa: B023
+            copies[0].kill()
+            report.add(Figure(f"create from such a one, {name}", start, note=note))
+    finally:
+        box.kill()
+        for snapshot in made:
+            Sandbox.delete_snapshot(snapshot, **options)
+
+
+def _next_ones(report: Report, box: Sandbox, made: list[str], home: Path, rounds: int) -> None:
+    """With the sandbox at rest, and while it writes."""
+    change = f"head -c {LITTLE} /dev/urandom > little"
+    for busy in (False, True):
+        taken: list[float] = []
+        still: list[float] = []
+        costs: list[float] = []
         for _ in range(rounds):
-            box.commands.run(f"head -c {LITTLE} /dev/urandom > little")
+            box.commands.run(change)
+            writer = box.commands.run(f"while sleep 0.01; do {change}; sync; done", background=True) if busy else None
             before = _used(home)
             ticks = box.commands.run(f"python3 -c '{_TICKS}'", background=True, stdin=True)
             time.sleep(0.3)
             taken += timed(lambda: made.append(box.create_snapshot().snapshot_id), 1, 0)
             still.append(_gap(box, ticks))
             costs.append((_used(home) - before) / (1 << 20))
-        for times in (started, again):
-            copies: list[Sandbox] = []
-            times += timed(lambda: copies.append(Sandbox.create(made[-1], timeout=60, **options)), 1, 0)  # noqa: B023
-            copies[0].kill()
-    finally:
-        box.kill()
-        for snapshot in made:
-            Sandbox.delete_snapshot(snapshot, **options)
-    megabytes = f"{max(costs):.1f} MiB of disk each" if costs else ""
-    report.add(Figure(f"first snapshot, {MUCH >> 20} MiB written", first))
-    report.add(Figure(f"next ones, {LITTLE >> 20} MiB changed", taken, note=megabytes))
-    report.add(Figure("  of that, standing still", still, note="as seen inside"))
-    report.add(Figure("create from such a one, first", started, note="its image is put together"))
-    report.add(Figure("create from such a one, again", again))
+            if writer is not None:
+                writer.kill()
+        note = f"{max(costs, default=0.0):.1f} MiB of disk each"
+        report.add(Figure(f"next ones, {LITTLE >> 20} MiB changed{', it writes' if busy else ''}", taken, note=note))
+        report.add(Figure("  of that, standing still" + (", it writes" if busy else ""), still, note="as seen inside"))
 
 
 def _used(home: Path) -> int:

@@ -97,10 +97,13 @@ class SandboxSettings(_Section):
 
 
 class PoolSettings(_Section):
-    """Warm pool per template."""
+    """Warm pool per template: as many wait as the largest burst lately would have needed."""
 
-    low: int = Field(default=2, ge=0)
+    low: int = Field(default=2, ge=0)  # of a template in use, and of `base` always
     high: int = Field(default=64, ge=0)
+    half_life: float = Field(default=300.0, gt=0)  # seconds in which the memory of a burst halves
+    idle: float = Field(default=3600.0, gt=0)  # seconds without a create, after which none wait any more
+    memory_share: float = Field(default=0.5, ge=0, le=1)  # of the memory limits that fit, for those that wait
 
 
 class ContainerSettings(_Section):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sandyard.errors import CapacityError, CreateFailed, DeathReason
 from sandyard.runtimes.base import Instance, Rootfs, SandboxSpec
-from sandyard.runtimes.memory import MemoryRuntime
-from sandyard.sandboxes import pool
+from sandyard.runtimes.memory import MemoryInstance, MemoryRuntime
+from sandyard.sandboxes import SandboxManager, pool
+from sandyard.sandboxes.admission import Admission
+from sandyard.sandboxes.catalog import Build, Template
 
 if TYPE_CHECKING:
     from tests.sandboxes.conftest import OpenYard, Until, Wanted
@@ -141,3 +144,126 @@ class Hanging(MemoryRuntime):
         finally:
             self.hanging -= 1
         raise AssertionError
+
+
+class Clock:
+    """Goes on only when told, and as slowly as it must for what waits on real time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    init = pool.WarmPool.__init__
+
+    def started(self: pool.WarmPool, *arguments: Any, **named: Any) -> None:
+        init(self, *arguments, **named, clock=made)
+
+    monkeypatch.setattr(pool.WarmPool, "__init__", started)
+    return made
+
+
+def _on(clock: Clock, yard: SandboxManager, seconds: float) -> None:
+    clock.now += seconds
+    yard.pool.reserve(yard.shelf(yard.catalog.get("base")), 0)  # it looks again
+
+
+async def test_it_shrinks_when_bursts_do_not_come_back(
+    open_yard: OpenYard, wanted: Wanted, until: Until, clock: Clock
+) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=1, high=20) as yard:
+        for sandbox in await asyncio.gather(*(yard.create(wanted()) for _ in range(12))):
+            await yard.kill(sandbox.id, DeathReason.KILLED)
+        for seconds, size in ((1, 12), (300, 6), (300, 3), (300, 1), (90_000, 1)):
+            _on(clock, yard, seconds)
+            await until(lambda size=size: yard.pool.ready == size == len(runtime.instances))  # type: ignore[misc]
+        assert yard.admission.count == 1
+        assert yard.pool.evicted == 11
+
+
+async def test_a_template_that_nobody_wants_any_more_costs_nothing(
+    open_yard: OpenYard, wanted: Wanted, until: Until, clock: Clock
+) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=2) as yard:
+        mine = await _template(yard, "mine", {"MINE": "1"})
+        await yard.create(wanted("mine"))
+        _on(clock, yard, 1)
+        await until(lambda: yard.pool.ready == 4)
+        _on(clock, yard, 3500)
+        await asyncio.sleep(0.05)
+        assert yard.pool.ready == 4
+        _on(clock, yard, 200)
+        await until(lambda: yard.pool.ready == 2)
+        assert all("MINE" not in each.spec.rootfs.env for each in runtime.instances.values() if _warm(yard, each))
+        assert mine.id in {template.id for template in yard.catalog.all("t")}
+
+
+async def test_a_new_build_takes_the_place_of_the_old_one(open_yard: OpenYard, wanted: Wanted, until: Until) -> None:
+    """What waits of the old is ended, as many of the new wait at once, and a sandbox that runs goes on."""
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=1, high=9) as yard:
+        mine = await _template(yard, "mine", {"VERSION": "1"})
+        made = await asyncio.gather(*(yard.create(wanted("mine")) for _ in range(5)))
+
+        def versions() -> list[str]:
+            found = [i.spec.rootfs.env.get("VERSION", "") for i in runtime.instances.values() if _warm(yard, i)]
+            return sorted(version for version in found if version)
+
+        await until(lambda: versions() == ["1"] * 5)
+        await _build(yard, mine, {"VERSION": "2"})
+        await until(lambda: versions() == ["2"] * 5)
+        assert all(sandbox.id in runtime.instances for sandbox in made)
+        assert (await yard.create(wanted("mine"))).instance.spec.rootfs.env["VERSION"] == "2"
+
+
+async def test_what_waits_takes_no_more_than_its_share_of_the_memory(
+    open_yard: OpenYard, wanted: Wanted, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Admission, "budget_mb", 512 * 8)
+    async with open_yard(MemoryRuntime(), low=1, high=20) as yard:
+        await asyncio.gather(*(yard.create(wanted()) for _ in range(12)))
+        await until(lambda: yard.pool.ready == 4)
+        await asyncio.sleep(0.3)
+        assert yard.pool.ready == 4
+        yard.reserve(yard.catalog.get("base"), 6)  # that one was asked for
+        await until(lambda: yard.pool.ready == 6)
+
+
+async def test_what_is_too_much_goes_from_its_own_shelf(
+    open_yard: OpenYard, wanted: Wanted, until: Until, clock: Clock
+) -> None:
+    runtime = MemoryRuntime()
+    async with open_yard(runtime, low=0, high=9) as yard:
+        await _template(yard, "mine", {"MINE": "1"})
+        await asyncio.gather(*(yard.create(wanted("mine")) for _ in range(2)))
+        clock.now += 200
+        await asyncio.gather(*(yard.create(wanted()) for _ in range(6)))
+        _on(clock, yard, 1)
+        await until(lambda: yard.pool.ready == 8)
+        kept = {i.spec.sandbox_id for i in runtime.instances.values() if _warm(yard, i) and i.spec.rootfs.env["IMAGE"]}
+        _on(clock, yard, 100)
+        await until(lambda: yard.pool.ready == 7)
+        assert kept <= runtime.instances.keys()
+
+
+def _warm(yard: SandboxManager, instance: MemoryInstance) -> bool:
+    return instance.spec.sandbox_id not in {sandbox.id for sandbox in yard.everyone()}
+
+
+async def _template(yard: SandboxManager, name: str, env: dict[str, str]) -> Template:
+    template = await yard.catalog.add_template("t", "template", [name])
+    await _build(yard, template, env)
+    return template
+
+
+async def _build(yard: SandboxManager, template: Template, env: dict[str, str]) -> None:
+    rootfs = Rootfs(layers=(), env={"IMAGE": "", **env})
+    build = await yard.catalog.put_build(Build(str(uuid.uuid4()), template.id, "ready", rootfs, {}, 0.0))
+    await yard.catalog.set_tags(template, build.id, ["default"])

@@ -6,7 +6,7 @@ A new, adopted or booted sandbox reaches nothing until `permit`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,9 @@ class NetworkedRuntime(Runtime):
 
     def slim(self, layer: Path) -> bool:
         return self.inner.slim(layer)
+
+    def merge(self, layer: Path, spare: Collection[Path]) -> bool:
+        return self.inner.merge(layer, spare)
 
     async def destroy(self, sandbox_id: str) -> None:
         try:

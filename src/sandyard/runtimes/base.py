@@ -7,7 +7,7 @@ is this contract as executable checks. A runtime knows nothing of owners, lifeti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -183,6 +183,12 @@ class Runtime(ABC):
     def slim(self, layer: Path) -> bool:
         """Remove of a committed layer what can be made again and nobody wanted lately; whether something went. For
         one that no sandbox stands on. Blocking."""
+        return False
+
+    def merge(self, layer: Path, spare: Collection[Path]) -> bool:
+        """Let a committed layer need none, or fewer, of those that it `needs` and that are `spare`: nobody else wants
+        them. Whether it does; not where that frees too little. Its content stays as it is, whoever reads it
+        meanwhile, and so it does where this is killed. Blocking; raises `SandboxError` with nothing changed."""
         return False
 
     @abstractmethod

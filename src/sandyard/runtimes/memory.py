@@ -1,16 +1,15 @@
 """A runtime without sandboxes: the in-memory twin, for tests of what stands on a runtime.
 
-A layer that it commits is a JSON file of every file its agent has.
+A layer that it commits is a file, see `memory_layers`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from sandyard.errors import AgentLinkError, CreateFailed, DeathReason, SandboxEr
 from sandyard.guest.base import Agent, FileType
 from sandyard.guest.memory import MemoryAgent
 from sandyard.runtimes.base import MAX_LAYERS, Capabilities, Death, Instance, Probe, Runtime, SandboxSpec, Usage
+from sandyard.runtimes.memory_layers import merge_layer, parent_layer, read_layer, write_layer
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _DEPTH = 64  # of directories
@@ -58,7 +58,7 @@ class MemoryInstance(Instance):
         self._check_alive()
         if len(self.spec.rootfs.layers) >= MAX_LAYERS:
             raise Unsupported(f"sandbox {self.spec.sandbox_id} stands on {MAX_LAYERS} layers already")
-        return await asyncio.to_thread(_write, target, json.dumps(await self.files()).encode())
+        return await asyncio.to_thread(write_layer, target, await self.files(), parent)
 
     async def files(self) -> list[dict[str, Any]]:
         """Everything the agent has below `/`, parents first."""
@@ -103,7 +103,7 @@ class MemoryRuntime(Runtime):
         if spec.sandbox_id in self.instances or spec.sandbox_id in self._halted:
             raise CreateFailed("spec", f"sandbox {spec.sandbox_id} exists already")
         committed = [layer for layer in spec.rootfs.layers if layer.is_file()]
-        return await self._make(spec, _read(committed[0]) if committed else [])
+        return await self._make(spec, read_layer(committed[0]) if committed else [])
 
     async def _make(self, spec: SandboxSpec, files: Sequence[dict[str, Any]]) -> Instance:
         if self.fail_next:
@@ -143,7 +143,13 @@ class MemoryRuntime(Runtime):
     async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
         if sandbox_id not in self._halted:
             raise SandboxError(f"sandbox {sandbox_id} is not halted")
-        return await asyncio.to_thread(_write, target, json.dumps(self._halted[sandbox_id]).encode())
+        return await asyncio.to_thread(write_layer, target, self._halted[sandbox_id], parent)
+
+    def needs(self, layer: Path) -> Path | None:
+        return parent_layer(layer)
+
+    def merge(self, layer: Path, spare: Collection[Path]) -> bool:
+        return merge_layer(layer, spare)
 
     async def destroy(self, sandbox_id: str) -> None:
         self._halted.pop(sandbox_id, None)
@@ -153,19 +159,6 @@ class MemoryRuntime(Runtime):
 
     async def close(self) -> None:
         """Sandboxes of memory live as long as this object."""
-
-
-def _write(target: Path, content: bytes) -> int:
-    try:
-        with open(target, "xb") as file:
-            return file.write(content)
-    except OSError as error:
-        raise SandboxError(f"commit to {target}: {error.strerror}") from error
-
-
-def _read(layer: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(layer.read_bytes())
-    return found
 
 
 async def _fill(agent: Agent, files: Sequence[dict[str, Any]]) -> None:

@@ -46,6 +46,11 @@ class Admission:
         """How many sandboxes of the default size fit on an idle host."""
         return self._max_count or max(self._budget_mb // self._default_mb, 1)
 
+    @property
+    def budget_mb(self) -> int:
+        """What the memory limits of all sandboxes may sum up to; 0: only their number counts."""
+        return 0 if self._max_count else self._budget_mb
+
     def shortage(self, resources: Resources) -> str | None:
         """Why a sandbox of this size cannot be placed now; None if it can."""
         if self._max_count:

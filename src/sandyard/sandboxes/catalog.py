@@ -16,7 +16,8 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,12 @@ class Catalog:
         self._node: Sequence[Template] = ()
         self._node_views: dict[str, TemplateView] = {}
         self._node_read_at = -1e9
-        self._parents: dict[Path, Path] = {}  # of layers that are differences; they never change
+        self._parents: dict[Path, Path] = {}  # of layers that are differences
+        self._shed: set[Path] = set()  # what merged layers do not need any more
         self._reserved: set[Path] = set()
+        self.on_drop: Callable[[], None] = lambda: None  # there may be layers to collect, or to compact
+        # Of builds that no tag names any more, and the one that has their tag now.
+        self.on_replace: Callable[[Collection[str], Template, Build], None] = lambda _old, _template, _new: None
 
     async def load(self) -> None:
         """Read the database. Builds that an earlier server did not finish are errors now."""
@@ -219,7 +224,13 @@ class Catalog:
     # --- writing ---
 
     async def add_template(
-        self, tenant: str, kind: str, names: Sequence[str] = (), *, source: str | None = None, public: bool = False
+        self,
+        tenant: str,
+        kind: str,
+        names: Sequence[str] = (),
+        *,
+        source: str | None = None,
+        public: bool = False,
     ) -> Template:
         """Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
         names = [check_name(name) for name in names]
@@ -253,11 +264,15 @@ class Catalog:
     async def set_tags(self, template: Template, build_id: str, tags: Sequence[str]) -> None:
         """Point tags to a build, wherever they pointed before."""
         now = time.time()
+        left = {template.tags[tag][0] for tag in tags if tag in template.tags}
         await self._tables.put_tags([TagRecord(template.id, tag, build_id, now) for tag in tags])
         for tag in tags:
             template.tags[tag] = (build_id, now)
         template.updated_at = now
         await self._put(template)
+        left -= {named for named, _ in template.tags.values()}
+        if left and (build := template.builds.get(build_id)) is not None:
+            self.on_replace(left, template, build)
 
     async def drop_tags(self, template: Template, tags: Sequence[str]) -> None:
         """Raises `NotFound` naming the first that does not exist; then none is dropped."""
@@ -273,6 +288,7 @@ class Catalog:
         await self._tables.drop_build(build_id)
         template.builds.pop(build_id, None)
         template.tags = {tag: named for tag, named in template.tags.items() if named[0] != build_id}
+        self.on_drop()
 
     async def delete(self, template: Template) -> None:
         """Forget a template with its builds and tags. Layers go with `collect`. Raises `BadRequest` for the node's."""
@@ -280,6 +296,7 @@ class Catalog:
             raise BadRequest(f"template '{template.name}' belongs to the node", remedy="remove it on the node itself")
         await self._tables.drop_template(template.id)
         self._templates.pop(template.id, None)
+        self.on_drop()
 
     # --- layers ---
 
@@ -305,8 +322,10 @@ class Catalog:
         cannot be known what a layer needs: then nothing goes."""
         if not self._layers.is_dir():
             return []
-        named = {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
-        kept = named | set(in_use) | self._reserved
+        kept = self._named() | set(in_use) | self._reserved
+        if not self._reserved:  # else a snapshot may be on its way that saw them in the chain below it
+            self._shed.clear()
+        kept |= self._shed
         kept |= self._needed(runtime, kept)  # not in a thread: what is kept must not change meanwhile
         # What is being written has its final name with something behind it.
         gone = [path for path in self._layers.iterdir() if path.with_name(path.name.partition(".")[0]) not in kept]
@@ -317,12 +336,42 @@ class Catalog:
             await asyncio.to_thread(runtime.slim, layer)
         return gone
 
+    async def compact(self, in_use: Collection[Path], runtime: Runtime) -> bool:
+        """Let layers have, as their own, what they need of others that nobody names or uses; whether any does now:
+        then there is something to `collect`. Those in use, and what is below them, are left alone."""
+        named = self._named()
+        busy = set(in_use) | self._reserved
+        busy |= self._needed(runtime, busy)
+        kept = named | busy | self._needed(runtime, named)
+        children = Counter(below for layer in kept if (below := self._parents.get(layer)) is not None)
+        changed = False
+        for layer in kept - busy:
+            if layer not in named and children[layer] == 1:
+                continue  # it is spare itself
+            spare: set[Path] = set()
+            below = self._parents.get(layer)
+            while below is not None and children[below] == 1 and below not in named | busy:
+                spare.add(below)
+                below = self._parents.get(below)
+            if not spare:
+                continue
+            if await asyncio.to_thread(runtime.merge, layer, spare):
+                self._parents.pop(layer, None)
+                self._shed |= spare
+                changed = True
+        return changed
+
+    def _named(self) -> set[Path]:
+        return {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
+
     def _needed(self, runtime: Runtime, layers: Collection[Path]) -> set[Path]:
         """What these layers are kept as the difference to."""
         found: set[Path] = set()
         for layer in layers:
-            while (below := self._parents.get(layer) or runtime.needs(layer)) is not None and below not in found:
+            while (below := self._parents.get(layer) or runtime.needs(layer)) is not None:
                 self._parents[layer] = below
+                if below in found:
+                    break
                 found.add(below)
                 layer = below
         return found
@@ -366,9 +415,14 @@ class Catalog:
             v if v.build_id else replace(v, build_id=str(uuid.uuid5(_NAMESPACE, v.template_id)))
             for v in self._source.views()
         ]
+        before = {template.name: template for template in self._node}
         self._node_views = {view.build_id: view for view in views}
         self._node = [_node_template(view) for view in views]
         self._node_read_at = now
+        for template in self._node:
+            old = before[template.name].builds.keys() - template.builds.keys() if template.name in before else None
+            if old:
+                self.on_replace(old, template, next(iter(template.builds.values())))
 
     def _hint(self, wanted: str, tenant: str | None) -> str:
         names = sorted({name for t in self.all(tenant) for name in t.names})

@@ -23,7 +23,7 @@ from sandyard.errors import (
 )
 from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime
 from sandyard.sandboxes.admission import Admission
-from sandyard.sandboxes.catalog import Catalog, Template
+from sandyard.sandboxes.catalog import Build, Catalog, Template
 from sandyard.sandboxes.copying import KIND, Copying
 from sandyard.sandboxes.expiry import Expiry
 from sandyard.sandboxes.extension import Extension, NoExtension
@@ -106,6 +106,8 @@ class SandboxManager:
         self.extension: Extension = NoExtension()
         # Lets a sandbox that was made, booted or taken over reach what its `network` allows, and nothing else.
         self.permit: Callable[[Sandbox], Awaitable[None]] = _permit_nothing
+        self.catalog.on_drop = self.collect_soon
+        self.catalog.on_replace = self._replaced
         self._relinking = asyncio.Lock()
         self._sandboxes: dict[str, Sandbox] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -435,6 +437,11 @@ class SandboxManager:
             sandbox.placed = False
             self.admission.release(sandbox.resources)
 
+    def _replaced(self, old: Collection[str], template: Template, build: Build) -> None:
+        view = self.catalog.view(template, build)
+        self.pool.supersede(old, view, view.resources or self.resources())
+        self.later(self.pool.drop(old))
+
     def _expire(self, sandbox: Sandbox, detail: str) -> None:
         self.later(self.pausing.expire(sandbox, detail))
 
@@ -465,10 +472,12 @@ class SandboxManager:
         self.timers.set("collect", COLLECT_SECONDS, lambda: self.later(self._collect()))
 
     async def _collect(self) -> None:
-        in_use = self.layers_in_use()
-        for holder in self.layer_holders:
-            in_use.update(holder())
-        await self.catalog.collect(in_use, self.runtime)
+        await self.catalog.collect(self._layers_held(), self.runtime)
+        if await self.catalog.compact(self._layers_held(), self.runtime):
+            self.collect_soon()
+
+    def _layers_held(self) -> set[Path]:
+        return self.layers_in_use().union(*(holder() for holder in self.layer_holders))
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

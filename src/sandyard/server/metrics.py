@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from sandyard.errors import SandboxDied
@@ -44,6 +44,10 @@ class _Places(Collector):
         }
         for name, value in figures.items():
             yield GaugeMetricFamily(f"sandyard_sandboxes_{name}", f"Sandboxes: {name}", value=value)
+        pool = self._manager.pool
+        yield GaugeMetricFamily("sandyard_pool_aim", "Warm sandboxes that are to wait", value=pool.aim)
+        yield GaugeMetricFamily("sandyard_pool_making", "Warm sandboxes that are being made", value=pool.starting)
+        yield CounterMetricFamily("sandyard_pool_ended", "Warm sandboxes that gave way unused", value=pool.evicted)
         if isinstance(self._manager.runtime, NetworkedRuntime):
             for name, value in self._manager.runtime.slots.counts().items():
                 yield GaugeMetricFamily(f"sandyard_network_{name}", f"Networks of sandboxes: {name}", value=value)

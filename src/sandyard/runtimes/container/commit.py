@@ -16,12 +16,18 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import structlog
+
 from sandyard.errors import SandboxError
+from sandyard.runtimes.container.derived import LayerGone, delta_of
 from sandyard.runtimes.container.disk import tree_bytes
-from sandyard.runtimes.container.increment import StandStill, TooMuch, commit_increment, delta_of
+from sandyard.runtimes.container.increment import StandStill, TooMuch, commit_increment
+from sandyard.runtimes.deltas import DeltaDamaged
 from sandyard.runtimes.deltas.extents import copy, extents
 from sandyard.runtimes.deltas.format import PARTIAL
 from sandyard.runtimes.durable import sync
+
+log = structlog.get_logger("sandyard.commit")
 
 _BLKFLSBUF = 0x1261
 _RESERVE_MB = 128  # what a commit leaves free on the host
@@ -61,8 +67,12 @@ def commit(home: Path, target: Path, stand_still: StandStill | None, durable: bo
         image = home / "disk.img"
         if image.exists():
             if parent is not None and not parent.is_dir():
-                with suppress(TooMuch):
+                try:
                     return _increment(image, target, parent, stand_still, durable)
+                except TooMuch:
+                    pass
+                except (DeltaDamaged, LayerGone) as error:  # this one needs nothing of it then
+                    log.warning("a snapshot is kept whole", sandbox=home.name, error=error.message)
             size = _image(image, partial, stand_still)
             if durable:
                 sync(partial)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,9 +23,9 @@ from sandyard.runtimes.base import MAX_LAYERS, Capabilities, Instance, Probe, Ru
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.choice import Choice, Chooser
 from sandyard.runtimes.container.commit import commit, sync_layers
+from sandyard.runtimes.container.derived import exists, forget, parent_of, ready
 from sandyard.runtimes.container.disk import Disks
 from sandyard.runtimes.container.halts import Halts
-from sandyard.runtimes.container.increment import exists, forget, parent_of, ready
 from sandyard.runtimes.container.instance import ContainerInstance
 from sandyard.runtimes.container.launch import Start, launcher_binary, start, stop_making
 from sandyard.runtimes.container.layout import (
@@ -38,6 +38,7 @@ from sandyard.runtimes.container.layout import (
     save_record,
     write_json,
 )
+from sandyard.runtimes.container.merging import merge
 from sandyard.runtimes.container.oci import configuration
 from sandyard.runtimes.container.shared import raise_host_limits
 
@@ -264,6 +265,9 @@ class ContainerRuntime(Runtime):
 
     def slim(self, layer: Path) -> bool:
         return forget(layer)
+
+    def merge(self, layer: Path, spare: Collection[Path]) -> bool:
+        return merge(layer, spare)
 
     async def destroy(self, sandbox_id: str) -> None:
         if not _ID.fullmatch(sandbox_id):

@@ -14,7 +14,7 @@ from pathlib import Path
 from sandyard.errors import SandboxError
 from sandyard.images.garbage.base import Checkup, Finding
 from sandyard.images.garbage.checks import note
-from sandyard.runtimes.container.increment import delta_of, exists, parent_of
+from sandyard.runtimes.container.derived import delta_of, exists, parent_of
 from sandyard.runtimes.deltas import Delta
 from sandyard.sandboxes.storage.references import References
 
