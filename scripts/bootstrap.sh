@@ -27,14 +27,16 @@ command -v "$python" >/dev/null || apt_install python3 python3-venv
 command -v git >/dev/null || apt_install git
 if [[ ,$extras, == *,dev,* ]]; then
   # Of the tests: a compiler with sanitizers for the agent (the package itself makes do with PyPI's ziglang where
-  # there is none), both engines, a registry to pull from, a shell for images without a library, and what
-  # networks are made with.
+  # there is none), both engines, a registry to pull from, what others make, push and build images with, a shell
+  # for images without a library, and what networks are made with.
   missing=()
   command -v cc >/dev/null || missing+=(gcc libc6-dev)
   # One of the puzzles' packages is compiled when it is installed.
   "$python" -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || missing+=(python3-dev)
   command -v runc >/dev/null || [ -x /usr/sbin/runc ] || missing+=(runc)
-  command -v docker-registry >/dev/null || missing+=(docker-registry)
+  for tool in docker-registry buildah skopeo umoci; do
+    command -v "$tool" >/dev/null || missing+=("$tool")
+  done
   command -v busybox >/dev/null || missing+=(busybox-static)
   command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
   command -v ip >/dev/null || [ -x /usr/sbin/ip ] || missing+=(iproute2)
