@@ -14,7 +14,7 @@ from benchmarks.measure import Figure, Report, timed
 from sandyard.connection import Connection
 
 WRITTEN = 64 << 20
-MUCH, LITTLE = 900 << 20, 1 << 20
+MUCH, LITTLE = 1_000_000_000, 1 << 20
 CHILDREN = 16
 COPY = f"cp of {WRITTEN >> 20} MiB"
 # Prints the longest gap between two looks at the clock, in milliseconds, once its stdin ends.
@@ -101,7 +101,7 @@ def _increments(report: Report, connection: Connection, home: Path, rounds: int)
     try:
         box.commands.run(f"head -c {MUCH} /dev/urandom > much", timeout=120)
         first = timed(lambda: made.append(box.create_snapshot().snapshot_id), 1, 0)
-        report.add(Figure(f"first snapshot, {MUCH >> 20} MiB written", first))
+        report.add(Figure(f"first snapshot, {MUCH // 1_000_000_000} GB written", first))
         _next_ones(report, box, made, home, rounds)
         for name, note in (("first", "its image is put together"), ("again", "")):
             copies: list[Sandbox] = []
