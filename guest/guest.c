@@ -17,6 +17,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #define HOME "/sandyard"
@@ -329,6 +330,15 @@ int guest_enter(void)
 	close(1);
 	close(2);
 	return port;
+}
+
+uint64_t guest_disk_used(void)
+{
+	struct statfs st;
+
+	if (disk_fd < 0 || fstatfs(disk_fd, &st) < 0)
+		return 0;
+	return ((uint64_t)st.f_blocks - (uint64_t)st.f_bfree) * (uint64_t)st.f_bsize;
 }
 
 static void keep(void)

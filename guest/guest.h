@@ -3,6 +3,7 @@
 #define SANDYARD_GUEST_H
 
 #include <stdbool.h>
+#include <stdint.h>
 
 /* Whether this process is the first of a guest kernel, started from the RAM disk the host wrote. */
 bool guest_is_ours(void);
@@ -12,5 +13,8 @@ int guest_enter(void);
 /* Hold the sandbox's disk still with everything on it, or let it go on; an errno. It goes on by itself
  * after a few seconds, so that a host which is lost between the two leaves no sandbox stuck. */
 int guest_freeze(bool still);
+
+/* Bytes written to the sandbox's disk, also those that are still on their way there; 0 without one. */
+uint64_t guest_disk_used(void);
 
 #endif

@@ -104,12 +104,22 @@ static void op_freeze(uint32_t id, struct reader *r)
 		result_ok(id, FLAG_FIN);
 }
 
+static void op_use(uint32_t id, struct reader *r)
+{
+	struct writer w = result_begin();
+
+	(void)r;
+	put_u64(&w, guest_disk_used());
+	result_end(&w, FLAG_FIN, id);
+}
+
 static op_fn *const table[OP_COUNT] = {
     [OP_PING] = op_ping,       [OP_SPAWN] = op_spawn,   [OP_PROCESSES] = op_processes, [OP_ATTACH] = op_attach,
     [OP_SIGNAL] = op_signal,   [OP_RESIZE] = op_resize, [OP_USER] = op_user,           [OP_STAT] = op_stat,
     [OP_LIST] = op_list,       [OP_MKDIR] = op_mkdir,   [OP_MOVE] = op_move,           [OP_REMOVE] = op_remove,
     [OP_READ] = op_read,       [OP_WRITE] = op_write,   [OP_CONNECT] = op_connect,     [OP_WATCH] = op_watch,
     [OP_IDENTIFY] = op_identify, [OP_STORE] = op_store,   [OP_FREEZE] = op_freeze,
+    [OP_USE] = op_use,
 };
 
 void op_dispatch(uint8_t op, uint32_t id, struct reader *r)

@@ -42,6 +42,7 @@ enum op {
 	OP_IDENTIFY,
 	OP_STORE,
 	OP_FREEZE,
+	OP_USE,
 	OP_COUNT
 };
 

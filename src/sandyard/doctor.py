@@ -38,7 +38,9 @@ class Finding:
 async def diagnose(settings: Settings) -> list[Finding]:
     """Try out everything a server with `settings` needs. Failures are findings, not exceptions."""
     host = [_privileges(), _packages(settings), _disk(settings), _memory(settings), _port(settings), _watches()]
-    sandbox = await _sandbox(settings) if settings.sandbox.runtime == "container" else []
+    sandbox = await _microvm(settings) if settings.sandbox.runtime == "microvm" else []
+    if settings.sandbox.runtime == "container":
+        sandbox = await _sandbox(settings)
     return [*host, *sandbox, *(await _network(settings)), _template(settings)]
 
 
@@ -128,6 +130,16 @@ async def _sandbox(settings: Settings) -> list[Finding]:
         return [engine, *(await _promises(runtime, settings))]
     finally:
         await runtime.close()
+
+
+async def _microvm(settings: Settings) -> list[Finding]:
+    """Boot a guest."""
+    runtime = open_runtime(settings)
+    try:
+        probe = await runtime.probe()
+    finally:
+        await runtime.close()
+    return [Finding("microVM", probe.works, probe.detail, probe.remedy)]
 
 
 async def _promises(runtime: Runtime, settings: Settings) -> list[Finding]:

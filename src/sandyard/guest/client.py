@@ -216,6 +216,10 @@ class LinkAgent(Agent):
         5 seconds. Only an agent that is PID 1 of a guest kernel can; another answers `GuestError`."""
         await self._call(Op.FREEZE, bytes((still,)), "freeze" if still else "thaw")
 
+    async def disk_used(self) -> int:
+        """Bytes written to the disk of a guest kernel; 0 for an agent that has none of its own."""
+        return (await self._call(Op.USE, b"", "use")).u64()
+
     async def close(self) -> None:
         await self._link.close()
 

@@ -54,6 +54,7 @@ class Op(IntEnum):
     IDENTIFY = 17
     STORE = 18
     FREEZE = 19
+    USE = 20
 
 
 CODES: dict[int, GuestErrorCode] = dict(enumerate(GuestErrorCode, start=1))

@@ -36,7 +36,12 @@ class Capabilities:
     halt: bool = False  # `Runtime.halt` and `Runtime.boot`: a pause that keeps files only
     network: bool = False  # `SandboxSpec.network`
     hard_disk_limit: bool = False
+    small_commits: bool = True  # a `commit` with a `parent` costs what changed since, not the whole
     shared_kernel: bool = True  # the host's: root inside may do only what a container may
+
+    @property
+    def own_kernel(self) -> bool:
+        return not self.shared_kernel
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,12 +77,13 @@ class MicroVMInstance(Instance):
         return await asyncio.shield(self._death)
 
     async def usage(self) -> Usage:
-        """Memory and processes as the guest's kernel counts them, CPU as the host's does."""
+        """Memory, disk and processes as the guest's kernel counts them, CPU as the host's does."""
         home = self._runtime.layout.disk(self.spec.sandbox_id)
         host = await asyncio.to_thread(self._runtime.cgroups.read, self.spec.sandbox_id)
-        taken = await asyncio.to_thread(disk.used_bytes, home)
         if self.paused:
+            taken = await asyncio.to_thread(disk.used_bytes, home)
             return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
+        taken = await self.agent.disk_used()
         names = ("memory.current", "memory.stat", "memory.events", "pids.current")
         current, stat, events, pids = await asyncio.gather(*(self._counter(name) for name in names))
         return Usage(

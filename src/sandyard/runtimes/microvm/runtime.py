@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ _BOOT_TIMEOUT: dict[Accel, float] = {"kvm": 20.0, "tcg": 180.0}
 _CALL_TIMEOUT: dict[Accel, float] = {"kvm": 30.0, "tcg": 120.0}
 _PACE: dict[Accel, float] = {"kvm": 1.0, "tcg": 15.0}
 _CONTROL_TIMEOUT = 30.0
+_GREETING = 5.0
 _DESTROY_TIMEOUT = 20.0
 _COMMIT_TIMEOUT = 600.0
 _Result = TypeVar("_Result")
@@ -46,7 +48,12 @@ class MicroVMRuntime(Runtime):
 
     name = "microvm"
     capabilities = Capabilities(
-        pause_keeps_memory=True, file_snapshot=True, halt=True, hard_disk_limit=True, shared_kernel=False
+        pause_keeps_memory=True,
+        file_snapshot=True,
+        halt=True,
+        hard_disk_limit=True,
+        small_commits=False,
+        shared_kernel=False,
     )
 
     def __init__(self, settings: Settings) -> None:
@@ -355,7 +362,7 @@ class MicroVMRuntime(Runtime):
         path, patience = self.layout.agent_socket(instance.spec.sandbox_id), _CALL_TIMEOUT[choice.accel]
 
         async def link() -> LinkAgent:
-            return await open_agent(path, timeout, call_timeout=patience)
+            return await _reach(path, timeout, patience)
 
         linking = asyncio.ensure_future(instance.replace_agent(link))
         death = asyncio.ensure_future(instance.wait_dead())
@@ -414,6 +421,9 @@ class MicroVMRuntime(Runtime):
             await instance.release()
 
         def clear() -> None:
+            record = load_running(self.layout.home(sandbox_id))
+            if record is not None:
+                _end_child(record.pid)
             self.cgroups.kill(sandbox_id, deadline)
             self.cgroups.remove(sandbox_id, deadline)
             remove_tree(self.layout.home(sandbox_id))
@@ -423,6 +433,28 @@ class MicroVMRuntime(Runtime):
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
         self._instances.pop(sandbox_id, None)
+
+
+async def _reach(path: Path, timeout: float, patience: float) -> LinkAgent:
+    """Connect until the agent greets. QEMU may hold back for good what a guest sent while nobody was connected;
+    only a new connection makes it go on. Raises `AgentLinkError`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while True:
+        rest = deadline - loop.time()
+        try:
+            return await open_agent(path, min(rest, _GREETING), call_timeout=patience)
+        except AgentLinkError:
+            if rest <= _GREETING:
+                raise
+
+
+def _end_child(pid: int) -> None:
+    """Kill and collect a VMM that this process started, also one that has not joined its groups yet."""
+    with suppress(ChildProcessError):  # another's, or collected: only our own child's number cannot be another's
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def _check_depth(spec: SandboxSpec) -> None:
