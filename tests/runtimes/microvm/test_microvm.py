@@ -43,7 +43,7 @@ async def runtime(settings: Settings) -> AsyncIterator[MicroVMRuntime]:
         await opened.destroy(sandbox_id)
     assert await opened.list() == []
     await opened.close()
-    assert not any((root / opened.layout.cgroup_parent).exists() for root in opened.cgroups.roots.values())
+    assert not any((root / opened.host.layout.cgroup_parent).exists() for root in opened.host.cgroups.roots.values())
 
 
 @pytest_asyncio.fixture
@@ -78,14 +78,14 @@ async def test_a_half_made_setup_is_mended(settings: Settings) -> None:
 async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> None:
     instance, kit = await made(runtime, base, "confined")
     status = await asyncio.to_thread(_fields, Path(f"/proc/{instance.pid}/status"))
-    uid = runtime.layout.uid("confined")
+    uid = runtime.host.layout.uid("confined")
     assert status["Uid"].split() == [str(uid)] * 4
     assert status["Groups"].split() == [str(uid)]
     assert (status["CapEff"], status["NoNewPrivs"], status["Seccomp"]) == ("0" * 16, "1", "2")
     root = Path(f"/proc/{instance.pid}/root")
     assert not [name for name in ("etc", "root", "home", "var", "proc") if (root / name).exists()]
     # What the VMM itself would meet: its own root, its own user.
-    tries = ["/etc/passwd", "/proc/1/environ", str(runtime.layout.assets / "manifest.json"), "/shared/kernel"]
+    tries = ["/etc/passwd", "/proc/1/environ", str(runtime.host.layout.assets / "manifest.json"), "/shared/kernel"]
     body = "head -c1 $f >/dev/null 2>&1 && echo read; ( : >>$f ) 2>/dev/null && echo written"
     script = f"for f in {' '.join(tries)}; do {body}; done"
     enter = ["nsenter", f"--target={instance.pid}", "--mount", "--net", "--root"]

@@ -35,6 +35,7 @@ class MicroVMInstance(Instance):
         self._agent: LinkAgent | None = None
         self._pidfd = pidfd
         self._runtime = runtime
+        self._host = runtime.host
         self._killed = False
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -78,8 +79,8 @@ class MicroVMInstance(Instance):
 
     async def usage(self) -> Usage:
         """Memory, disk and processes as the guest's kernel counts them, CPU as the host's does."""
-        home = self._runtime.layout.disk(self.spec.sandbox_id)
-        host = await asyncio.to_thread(self._runtime.cgroups.read, self.spec.sandbox_id)
+        home = self._host.layout.disk(self.spec.sandbox_id)
+        host = await asyncio.to_thread(self._host.cgroups.read, self.spec.sandbox_id)
         if self.paused:
             taken = await asyncio.to_thread(disk.used_bytes, home)
             return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
@@ -160,9 +161,9 @@ class MicroVMInstance(Instance):
     def _why(self) -> Death:
         if self._killed:
             return Death(DeathReason.KILLED)
-        if self._runtime.cgroups.read(self.spec.sandbox_id).oom_kills:
+        if self._host.cgroups.read(self.spec.sandbox_id).oom_kills:
             return Death(DeathReason.OOM, "the VMM went beyond what the host allows it")
-        return Death(DeathReason.HOST, f"the VMM ({self.pid}) was ended: {self._runtime.said(self.spec.sandbox_id)}")
+        return Death(DeathReason.HOST, f"the VMM ({self.pid}) was ended: {self._host.said(self.spec.sandbox_id)}")
 
     def _close_pidfd(self) -> None:
         if self._pidfd >= 0:
