@@ -96,7 +96,7 @@ static void op_identify(uint32_t id, struct reader *r)
 static void op_freeze(uint32_t id, struct reader *r)
 {
 	uint8_t still = get_u8(r);
-	int err = r->bad ? EINVAL : guest_freeze(still != 0);
+	int err = r->bad ? EINVAL : guest_freeze(still & FREEZE_DISK, still & FREEZE_PROCESSES);
 
 	if (err)
 		result_errno(id, err, "freeze");
@@ -113,13 +113,29 @@ static void op_use(uint32_t id, struct reader *r)
 	result_end(&w, FLAG_FIN, id);
 }
 
+static void op_configure(uint32_t id, struct reader *r)
+{
+	uint32_t len;
+	const char *records = (const char *)get_blob(r, &len);
+	const char *failed = "records";
+	int err = EINVAL;
+
+	/* The last record is an empty one: nothing is read beyond it. */
+	if (!r->bad && len >= 2 && records[len - 1] == 0 && records[len - 2] == 0)
+		err = guest_configure(records, &failed);
+	if (err)
+		result_errno(id, err, failed);
+	else
+		result_ok(id, FLAG_FIN);
+}
+
 static op_fn *const table[OP_COUNT] = {
     [OP_PING] = op_ping,       [OP_SPAWN] = op_spawn,   [OP_PROCESSES] = op_processes, [OP_ATTACH] = op_attach,
     [OP_SIGNAL] = op_signal,   [OP_RESIZE] = op_resize, [OP_USER] = op_user,           [OP_STAT] = op_stat,
     [OP_LIST] = op_list,       [OP_MKDIR] = op_mkdir,   [OP_MOVE] = op_move,           [OP_REMOVE] = op_remove,
     [OP_READ] = op_read,       [OP_WRITE] = op_write,   [OP_CONNECT] = op_connect,     [OP_WATCH] = op_watch,
     [OP_IDENTIFY] = op_identify, [OP_STORE] = op_store,   [OP_FREEZE] = op_freeze,
-    [OP_USE] = op_use,
+    [OP_USE] = op_use,         [OP_CONFIGURE] = op_configure,
 };
 
 void op_dispatch(uint8_t op, uint32_t id, struct reader *r)

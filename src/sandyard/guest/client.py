@@ -211,14 +211,20 @@ class LinkAgent(Agent):
         codes = {"hostname": reader.u32(), "time": reader.u32(), "seed": reader.u32()}
         self.identify_errors = {part: errno.errorcode.get(code, str(code)) for part, code in codes.items() if code}
 
-    async def freeze(self, still: bool) -> None:
-        """Hold the disk of a guest kernel still, all written to it, or let it go on; it does by itself after
-        5 seconds. Only an agent that is PID 1 of a guest kernel can; another answers `GuestError`."""
-        await self._call(Op.FREEZE, bytes((still,)), "freeze" if still else "thaw")
+    async def freeze(self, disk: bool, *, processes: bool = False) -> None:
+        """What of a guest kernel stands still from here on, and what goes on: its `disk`, all written to it, which
+        goes on by itself after 5 seconds, and the `processes` that were started, which do not. Only an agent that
+        is PID 1 of a guest kernel can; another answers `GuestError`."""
+        await self._call(Op.FREEZE, bytes((disk + 2 * processes,)), "freeze" if disk or processes else "thaw")
 
     async def disk_used(self) -> int:
         """Bytes written to the disk of a guest kernel; 0 for an agent that has none of its own."""
         return (await self._call(Op.USE, b"", "use")).u64()
+
+    async def configure(self, records: bytes) -> None:
+        """Set limits, environment, names, files and network of a guest kernel anew; `records` is as in
+        `guest/PROTOCOL.md`, the last one empty. Only an agent that is PID 1 of a guest kernel can."""
+        await self._call(Op.CONFIGURE, blob(records), "configure")
 
     async def close(self) -> None:
         await self._link.close()

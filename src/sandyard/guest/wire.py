@@ -55,6 +55,7 @@ class Op(IntEnum):
     STORE = 18
     FREEZE = 19
     USE = 20
+    CONFIGURE = 21
 
 
 CODES: dict[int, GuestErrorCode] = dict(enumerate(GuestErrorCode, start=1))

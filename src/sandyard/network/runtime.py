@@ -39,6 +39,10 @@ class NetworkedRuntime(Runtime):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         return self.inner.capabilities
 
+    @property
+    def pace(self) -> float:  # type: ignore[override]
+        return self.inner.pace
+
     async def probe(self) -> Probe:
         probe = await self.inner.probe()
         if not probe.works:

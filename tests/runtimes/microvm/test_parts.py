@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import subprocess
+from ipaddress import IPv4Network
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from sandyard.runtimes.microvm.cpio import Cpio
 from sandyard.runtimes.microvm.machine import Drive, Machine
 from sandyard.runtimes.microvm.modules import Modules
 from sandyard.runtimes.microvm.starting import split_layers
+
+SUBNET = IPv4Network("10.1.0.0/30")
 
 
 def module(depends: str) -> bytes:
@@ -66,13 +69,25 @@ def test_an_archive_is_what_cpio_reads(tmp_path: Path) -> None:
 
 def test_configuration_says_everything_once() -> None:
     spec = SandboxSpec("one", Rootfs([], env={"A": "b\nc"}), hostname="me")
-    fresh = conf.configuration(spec, 2, used=False)
+    fresh = conf.configuration(spec, 2, SUBNET, used=False)
     records = fresh.rstrip(b"\0").split(b"\0")
     assert len(fresh) % 4096 == 0
     assert {b"l2", b"p256", b"m536870912", b"hme", b"eA=b\nc", b"f/etc/hosts"} <= set(records)
-    assert b"f/etc/hosts" not in conf.configuration(spec, 2, used=True).split(b"\0")
+    assert b"f/etc/hosts" not in conf.configuration(spec, 2, SUBNET, used=True).split(b"\0")
+    assert not any(record.startswith(b"n") for record in records)
     with pytest.raises(ValueError, match="are the most"):
-        conf.configuration(SandboxSpec("one", Rootfs([], env={"A": "x" * (1 << 20)})), 0, used=False)
+        conf.configuration(SandboxSpec("one", Rootfs([], env={"A": "x" * (1 << 20)})), 0, SUBNET, used=False)
+
+
+def test_a_network_is_told_with_its_resolver(tmp_path: Path) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 10.1.0.1\n")
+    spec = SandboxSpec("one", Rootfs([]), network=tmp_path / "net")
+    records = conf.configuration(spec, 0, SUBNET, used=False).split(b"\0")
+    assert b"n10.1.0.2/30 10.1.0.1" in records
+    assert records[records.index(b"f/etc/resolv.conf") + 1] == b"tnameserver 10.1.0.1\n"
+    machine = Machine("qemu", "tcg", Path("k"), Path("i"), 256, 1, 7, 8, tap=True).command()
+    assert "tap,id=net,ifname=tap0,script=no,downscript=no,vhost=off" in machine
+    assert any(part.startswith("virtio-net-pci,") for part in machine)
 
 
 def test_committed_layers_lie_above_directories(tmp_path: Path) -> None:

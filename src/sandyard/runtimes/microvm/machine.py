@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+TAP = "tap0"
 Accel = Literal["kvm", "tcg"]
 RINGBUF = 65536  # bytes of console that are kept
 _TB_MB = 64  # translated code, under TCG
@@ -31,8 +32,8 @@ class Drive:
 class Machine:
     """Everything a VMM is started with. Paths are as the VMM sees them; the sockets are open descriptors.
 
-    `memory_path` is the file the RAM lies in (None: anonymous); with `private` it is only read, and
-    pages that the guest changes are the process's own. `incoming` waits for a state to be loaded."""
+    `incoming` waits for a state to be loaded. `tap`: it has
+    an interface, whose other end is `TAP`."""
 
     binary: str
     accel: Accel
@@ -43,10 +44,8 @@ class Machine:
     agent_fd: int
     qmp_fd: int
     drives: Sequence[Drive] = ()
-    memory_path: Path | None = None
-    private: bool = False
     incoming: bool = False
-    tap_fd: int | None = None
+    tap: bool = False
 
     @property
     def type(self) -> str:
@@ -81,11 +80,9 @@ class Machine:
         return "device" if self.type == "microvm" else "pci"
 
     def _memory(self) -> str:
-        size = f"id=ram,size={self.memory_mb}M"
-        if self.memory_path is None:
-            return f"memory-backend-ram,{size}"
-        share = "off" if self.private else "on"
-        return f"memory-backend-file,{size},mem-path={self.memory_path},share={share}"
+        # Of one that waits for a state nothing is used: what is to be its memory is mapped over it.
+        share = "off" if self.incoming else "on"
+        return f"memory-backend-memfd,id=ram,size={self.memory_mb}M,share={share}"
 
     def _append(self) -> str:
         quick = "tsc=reliable no_timer_check" if self.accel == "kvm" else ""
@@ -100,6 +97,8 @@ class Machine:
         return ("-blockdev", f"{file},{cache}", "-blockdev", node, "-device", device)
 
     def _network(self) -> Sequence[str]:
-        if self.tap_fd is None:
+        if not self.tap:
             return ()
-        return ("-netdev", f"tap,id=net,fd={self.tap_fd}", "-device", f"virtio-net-{self._bus},netdev=net,rombar=0")
+        options = ",rombar=0" if self._bus == "pci" else ""
+        backend = f"tap,id=net,ifname={TAP},script=no,downscript=no,vhost=off"
+        return ("-netdev", backend, "-device", f"virtio-net-{self._bus},netdev=net{options}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sandyard.errors import HostError
 
-WANTED = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "ext4", "overlay")
+WANTED = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "virtio_net", "ext4", "overlay")
 _DEPENDS = re.compile(rb"(?:^|\0)depends=([^\0]*)\0")
 
 

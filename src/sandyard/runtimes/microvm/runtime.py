@@ -35,6 +35,7 @@ class MicroVMRuntime(Runtime):
         pause_keeps_memory=True,
         file_snapshot=True,
         halt=True,
+        network=True,
         hard_disk_limit=True,
         small_commits=False,
         shared_kernel=False,
@@ -71,8 +72,6 @@ class MicroVMRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         if not ID.fullmatch(sandbox_id):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
-        if spec.network is not None:
-            raise CreateFailed("network", "the microVM runtime gives sandboxes no network yet")
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
         async with self._slots, self._lock(sandbox_id):

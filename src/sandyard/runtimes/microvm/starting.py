@@ -42,7 +42,7 @@ class Starter:
         base = image_of(directories, layout.images, layout.uid_base)
         shared = {"base": base, **{f"layer{number}": path for number, path in enumerate(files)}}
         try:
-            content = conf.configuration(spec, len(files), used=used)
+            content = conf.configuration(spec, len(files), self._settings.network.subnet, used=used)
             if not used:
                 self._make_own(spec.sandbox_id)
                 disk.first(own, disk.blank(layout.images, spec.resources.disk_mb))
@@ -65,7 +65,7 @@ class Starter:
 
     def plan(self, spec: SandboxSpec, groups: Sequence[Path], shared: dict[str, Path], device: str = "") -> VmStart:
         """What a process of this sandbox on the host is confined to."""
-        sandbox_id = spec.sandbox_id
+        sandbox_id, subnet = spec.sandbox_id, self._settings.network.subnet
         return VmStart(
             own=self._layout.disk(sandbox_id),
             uid=self._layout.uid(sandbox_id),
@@ -73,6 +73,8 @@ class Starter:
             shared=shared,
             log=self._layout.home(sandbox_id) / ("vmm.log" if groups else "tool.log"),
             device=device,
+            network=spec.network if groups else None,  # a tool needs none
+            gate=f"{subnet[1]}/{subnet.prefixlen}" if groups and spec.network else "",
         )
 
     def _make_own(self, sandbox_id: str) -> None:
@@ -114,6 +116,7 @@ class Starter:
                 agent_fd=agent_fd,
                 qmp_fd=qmp_fd,
                 drives=drives,
+                tap=spec.network is not None,
             )
             plan = self.plan(spec, groups, shared, device)
             pid = start_vmm(plan, machine.command(), (agent_fd, qmp_fd))
