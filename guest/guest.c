@@ -360,13 +360,38 @@ int guest_enter(void)
 	return port;
 }
 
-uint64_t guest_disk_used(void)
+static uint64_t disk_used(void)
 {
 	struct statfs st;
 
 	if (disk_fd < 0 || fstatfs(disk_fd, &st) < 0)
 		return 0;
 	return ((uint64_t)st.f_blocks - (uint64_t)st.f_bfree) * (uint64_t)st.f_bsize;
+}
+
+/* The number in a file of the sandbox's group: the whole of it, or that of the line which begins with NAME. */
+static uint64_t counter(const char *file, const char *name)
+{
+	char path[64], text[4096], *at = text;
+	size_t len = strlen(name);
+
+	snprintf(path, sizeof path, GROUP "/%s", file);
+	if (read_text(path, text, sizeof text) < 0)
+		return 0;
+	while (len && at && (strncmp(at, name, len) != 0 || at[len] != ' ')) {
+		at = strchr(at, '\n');
+		at += at != NULL;
+	}
+	return at ? strtoull(at + len, NULL, 10) : 0;
+}
+
+void guest_use(struct guest_use *use)
+{
+	use->disk = disk_used();
+	use->memory = counter("memory.current", "");
+	use->cache = counter("memory.stat", "file");
+	use->pids = counter("pids.current", "");
+	use->oom_kills = counter("memory.events", "oom_kill");
 }
 
 static void keep(void)

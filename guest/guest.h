@@ -18,7 +18,12 @@ int guest_freeze(bool disk, bool processes);
 /* Apply records (see PROTOCOL.md), which an empty one ends; an errno, with *FAILED the record it is about. */
 int guest_configure(const char *records, const char **failed);
 
-/* Bytes written to the sandbox's disk, also those that are still on their way there; 0 without one. */
-uint64_t guest_disk_used(void);
+/* What the sandbox uses: bytes, but for the last two. `disk` counts also what is on its way there. */
+struct guest_use {
+	uint64_t disk, memory, cache, pids, oom_kills;
+};
+
+/* Zeros where there is no guest kernel of ours. */
+void guest_use(struct guest_use *use);
 
 #endif

@@ -107,9 +107,15 @@ static void op_freeze(uint32_t id, struct reader *r)
 static void op_use(uint32_t id, struct reader *r)
 {
 	struct writer w = result_begin();
+	struct guest_use use;
 
 	(void)r;
-	put_u64(&w, guest_disk_used());
+	guest_use(&use);
+	put_u64(&w, use.disk);
+	put_u64(&w, use.memory);
+	put_u64(&w, use.cache);
+	put_u64(&w, use.pids);
+	put_u64(&w, use.oom_kills);
 	result_end(&w, FLAG_FIN, id);
 }
 

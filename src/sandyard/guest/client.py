@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +43,17 @@ from sandyard.guest.wire import (
 )
 
 _TO_END = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class GuestUse:
+    """Bytes, but for `pids` and `oom_kills`."""
+
+    disk: int
+    memory: int
+    cache: int
+    pids: int
+    oom_kills: int
 
 
 class LinkAgent(Agent):
@@ -217,9 +229,10 @@ class LinkAgent(Agent):
         is PID 1 of a guest kernel can; another answers `GuestError`."""
         await self._call(Op.FREEZE, bytes((disk + 2 * processes,)), "freeze" if disk or processes else "thaw")
 
-    async def disk_used(self) -> int:
-        """Bytes written to the disk of a guest kernel; 0 for an agent that has none of its own."""
-        return (await self._call(Op.USE, b"", "use")).u64()
+    async def use(self) -> GuestUse:
+        """What a guest kernel counts; zeros for an agent that has none of its own."""
+        reader = await self._call(Op.USE, b"", "use")
+        return GuestUse(*(reader.u64() for _ in range(5)))
 
     async def configure(self, records: bytes) -> None:
         """Set limits, environment, names, files and network of a guest kernel anew; `records` is as in

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sandyard.runtimes.microvm.runtime import MicroVMRuntime
 
 _ENDED = ("shutdown", "guest-panicked", "internal-error")
-_GROUP = "/sys/fs/cgroup/sandbox"
-_FILE_MAX = 8192
 
 
 class MicroVMInstance(Instance):
@@ -84,17 +82,8 @@ class MicroVMInstance(Instance):
         if self.paused:
             taken = await asyncio.to_thread(disk.used_bytes, home)
             return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
-        taken = await self.agent.disk_used()
-        names = ("memory.current", "memory.stat", "memory.events", "pids.current")
-        current, stat, events, pids = await asyncio.gather(*(self._counter(name) for name in names))
-        return Usage(
-            memory_bytes=_number(current),
-            memory_cache_bytes=_field(stat, "file"),
-            cpu_seconds=host.cpu_seconds,
-            disk_bytes=taken,
-            pids=_number(pids),
-            oom_kills=_field(events, "oom_kill"),
-        )
+        use = await self.agent.use()
+        return Usage(use.memory, use.cache, host.cpu_seconds, use.disk, use.pids, use.oom_kills)
 
     async def pause(self) -> None:
         await self._runtime.pause(self)
@@ -127,10 +116,6 @@ class MicroVMInstance(Instance):
         """The end of what the guest's kernel said."""
         said = await self.control.execute("ringbuf-read", {"device": "console", "size": 4096, "format": "utf8"})
         return str(said)
-
-    async def _counter(self, name: str) -> str:
-        chunks = [chunk async for chunk in self.agent.read_file(f"{_GROUP}/{name}", 0, _FILE_MAX)]
-        return b"".join(chunks).decode(errors="replace")
 
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
         if name in ("SHUTDOWN", "GUEST_PANICKED"):
@@ -179,15 +164,3 @@ def _death_of(how: str, console: str) -> Death:
         reason = DeathReason.OOM if "Out of memory" in panic or "out of memory" in panic else DeathReason.CRASHED
         return Death(reason, panic[-300:])
     return Death(DeathReason.CRASHED, f"the guest ended: {how}" + (f" ({lines[-1][-200:]})" if lines else ""))
-
-
-def _number(text: str) -> int:
-    return int(text) if text.strip().isdigit() else 0
-
-
-def _field(text: str, name: str) -> int:
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return _number(value)
-    return 0
