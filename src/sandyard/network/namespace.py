@@ -167,10 +167,9 @@ table ip sandyard_datagrams {{
     chain guest {{
         type filter hook prerouting priority mangle; policy accept;
         iifname != "{TAP}" return
-        meta l4proto != udp return
         ip daddr {{ {never} }} return
         udp dport 53 return
-        ip daddr {{ {blocks} }} meta mark set {MARK} tproxy to 127.0.0.1:{port}
+        ip daddr {{ {blocks} }} meta l4proto udp meta mark set {MARK} tproxy to 127.0.0.1:{port}
     }}
 }}
 """

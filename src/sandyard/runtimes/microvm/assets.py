@@ -75,7 +75,7 @@ def _make(settings: Settings) -> Assets:
             raise HostError("microvm.kernel is set without microvm.modules", remedy="set both, or neither")
         kernel, modules = settings.microvm.kernel, settings.microvm.modules
     else:
-        kernel, modules = _packaged(layout.assets / "kernels")
+        kernel, modules = packaged_kernel(layout.assets / "kernels")
     agent = agent_binary().read_bytes()
     initrd = ram_disk(agent, modules)
     content = _read(kernel)
@@ -105,8 +105,9 @@ def ram_disk(agent: bytes, modules: Path) -> bytes:
     return archive.finish()
 
 
-def _packaged(kernels: Path) -> tuple[Path, Path]:
-    """The kernel and modules of the distribution's package, downloaded and unpacked at most once."""
+def packaged_kernel(kernels: Path) -> tuple[Path, Path]:
+    """The kernel and `lib/modules/VERSION` of the distribution's package, downloaded and unpacked below `kernels`
+    at most once. Blocking. Raises `HostError`."""
     found = sorted(kernels.glob("*/boot/vmlinuz-*"))
     if not found:
         _download(kernels)
