@@ -26,7 +26,6 @@
 #define NEW "/new"
 #define GROUP "/sys/fs/cgroup/sandbox"
 #define INSIDE GROUP "/inside" /* what was started, the agent not */
-#define GROUP "/sys/fs/cgroup/sandbox"
 
 enum {
 	DEVICE_WAIT_MS = 30000,
@@ -255,6 +254,10 @@ static void enter_group(void)
 	need_text("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
 	make_dir(GROUP);
 	need_text(GROUP "/cgroup.procs", "0");
+	make_dir(INSIDE);
+	child_group = open(INSIDE "/cgroup.procs", O_WRONLY | O_CLOEXEC);
+	if (child_group < 0)
+		give_up("open", INSIDE "/cgroup.procs");
 	need_text("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
 	setrlimit(RLIMIT_NOFILE, &files);
 }
