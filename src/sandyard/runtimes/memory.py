@@ -54,7 +54,9 @@ class MemoryInstance(Instance):
         self._check_alive()
         self.paused = False
 
-    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
+    async def commit(
+        self, target: Path, *, durable: bool = True, parent: Path | None = None, memory: bool = False
+    ) -> int:
         self._check_alive()
         if len(self.spec.rootfs.layers) >= MAX_LAYERS:
             raise Unsupported(f"sandbox {self.spec.sandbox_id} stands on {MAX_LAYERS} layers already")
@@ -140,7 +142,9 @@ class MemoryRuntime(Runtime):
         self._halted.pop(spec.sandbox_id)
         return instance
 
-    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
+    async def commit_halted(
+        self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
+    ) -> int:
         if sandbox_id not in self._halted:
             raise SandboxError(f"sandbox {sandbox_id} is not halted")
         return await asyncio.to_thread(_write, target, json.dumps(self._halted[sandbox_id]).encode())

@@ -30,5 +30,7 @@ class HaltedInstance(Instance):
     async def usage(self) -> Usage:
         return Usage(memory_bytes=0, memory_cache_bytes=0, cpu_seconds=0.0, disk_bytes=0, pids=0, oom_kills=0)
 
-    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
-        return await self._runtime.commit_halted(self.spec.sandbox_id, target, parent=parent)
+    async def commit(
+        self, target: Path, *, durable: bool = True, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        return await self._runtime.commit_halted(self.spec.sandbox_id, target, parent=parent, memory=memory)

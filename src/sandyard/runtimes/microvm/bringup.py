@@ -18,6 +18,7 @@ from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
+from sandyard.runtimes.microvm.memory import suspended
 from sandyard.runtimes.microvm.record import load_halted, load_running
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ class BringUp:
         self._runtime = runtime
         self._host = runtime.host
 
-    async def start(self, choice: Choice, spec: SandboxSpec, *, used: bool) -> MicroVMInstance:
-        """Boot a sandbox, on the disk it had if it is `used`. Raises `CreateFailed`; what was made then is left."""
+    async def start(self, choice: Choice, spec: SandboxSpec, *, used: bool, tap: bool = False) -> MicroVMInstance:
+        """Boot a sandbox, on the disk it had if it is `used`. `tap`: with an interface, whether it has a network or
+        not. Raises `CreateFailed`; what was made then is left."""
         try:
-            pid = await in_thread(lambda: self._host.starter.start(choice, spec, used=used))
+            pid = await in_thread(lambda: self._host.starter.start(choice, spec, used=used, tap=tap))
         except OSError as error:
             raise CreateFailed("files", str(error)) from error
         return await self._come_up(self.hold(spec, pid), choice)
@@ -60,12 +62,15 @@ class BringUp:
         record = load_running(layout.home(sandbox_id))
         if record is None or load_halted(layout.disk(sandbox_id)) is not None:
             return None
+        if suspended.load(layout, sandbox_id) is not None:
+            return None  # what still runs of it is nothing any more
         instance = self.hold(record.spec, record.pid)
         try:
             state = await instance.open_control(layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
             instance.paused = state == "paused"
             if not instance.paused:
                 await self.relink(instance, choice)
+                await instance.agent.freeze(False)  # its server may have ended while it held all still
         except BaseException:
             await instance.release()
             raise

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from sandyard.errors import SandboxError, SandyardError, Unsupported
@@ -24,21 +24,19 @@ async def commit(host: Host, instance: MicroVMInstance, target: Path, *, durable
     """`Instance.commit`. The guest's disk stands still while its image is exchanged for one above it."""
     spec = instance.spec
     check_depth(spec)
-    own = host.layout.disk(spec.sandbox_id)
-    number = disk.top(own)
-    if number + 1 >= disk.DEEPEST:
-        raise Unsupported(f"sandbox {spec.sandbox_id} was committed {number} times; no more is possible")
-    await finish(exchange(instance, own, number))
-    return await _flatten(host, spec, number, target, durable)
+    swap = await Swap.prepare(host, instance)
+    await finish(_exchange(instance, swap))
+    return await flatten(host, spec, swap.number, target, durable)
 
 
-async def commit_halted(host: Host, spec: SandboxSpec, target: Path) -> int:
-    """`Runtime.commit_halted`."""
+async def commit_halted(host: Host, spec: SandboxSpec, target: Path, number: int | None = None) -> int:
+    """`Runtime.commit_halted`; `number` of its image, the topmost where none is given."""
     check_depth(spec)
     home = host.layout.home(spec.sandbox_id)
     home.mkdir(mode=0o700, exist_ok=True)
     try:
-        return await _flatten(host, spec, disk.top(host.layout.disk(spec.sandbox_id)), target, True)
+        number = disk.top(host.layout.disk(spec.sandbox_id)) if number is None else number
+        return await flatten(host, spec, number, target, True)
     finally:
         remove_tree(home)
 
@@ -51,29 +49,59 @@ def check_depth(spec: SandboxSpec) -> None:
         )
 
 
-async def exchange(instance: MicroVMInstance, own: Path, number: int) -> None:
-    """Let the guest write to image `number + 1` of its directory `own`, above the one it has. Raises `SandboxError`."""
-    size = (own / disk.BLANK).stat().st_size
-    new = await asyncio.to_thread(disk.above, own, disk.image(number), "qcow2", size, number + 1)
-    arguments = {
-        "node-name": await _writing(instance),
-        "snapshot-file": str(OWN / new.name),
-        "snapshot-node-name": f"disk{number + 1}",
-        "format": "qcow2",
-        "mode": "existing",
-    }
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The exchange of the image a guest writes to: `number` gets a new one, `path`, above it."""
+
+    instance: MicroVMInstance
+    number: int
+    path: Path
+
+    @classmethod
+    async def prepare(cls, host: Host, instance: MicroVMInstance) -> Swap:
+        """Make the image, which belongs to nobody yet. Raises `Unsupported`, `SandboxError`."""
+        own = host.layout.disk(instance.spec.sandbox_id)
+        number = disk.top(own)
+        if number + 1 >= disk.DEEPEST:
+            raise Unsupported(f"sandbox {instance.spec.sandbox_id} was committed {number} times; no more is possible")
+        size = (own / disk.BLANK).stat().st_size
+        path = await in_thread(disk.above, own, disk.image(number), "qcow2", size, number + 1)
+        return cls(instance, number, path)
+
+    def drop(self) -> None:
+        """It is not needed."""
+        self.path.unlink(missing_ok=True)
+
+    async def do(self) -> None:
+        """Nothing may be on its way to the disk. On failure the image is gone. Raises `SandboxError`."""
+        try:
+            arguments = {
+                "node-name": await _writing(self.instance),
+                "snapshot-file": str(OWN / self.path.name),
+                "snapshot-node-name": f"disk{self.number + 1}",
+                "format": "qcow2",
+                "mode": "existing",
+            }
+            await self.instance.control.execute("blockdev-snapshot-sync", arguments)
+        except BaseException:
+            self.drop()
+            raise
+
+
+async def _exchange(instance: MicroVMInstance, swap: Swap) -> None:
+    """Raises `SandboxError`."""
     try:
         if not instance.paused:
             await instance.agent.freeze(True)
-        try:
-            await instance.control.execute("blockdev-snapshot-sync", arguments)
-        finally:
-            if not instance.paused:
-                with suppress(SandyardError):
-                    await instance.agent.freeze(False)
     except BaseException:
-        new.unlink(missing_ok=True)
+        swap.drop()
         raise
+    try:
+        await swap.do()
+    finally:
+        if not instance.paused:
+            with suppress(SandyardError):
+                await instance.agent.freeze(False)
 
 
 async def _writing(instance: MicroVMInstance) -> str:
@@ -84,7 +112,8 @@ async def _writing(instance: MicroVMInstance) -> str:
     raise SandboxError(f"sandbox {instance.spec.sandbox_id}: its VMM has no disk")
 
 
-async def _flatten(host: Host, spec: SandboxSpec, number: int, target: Path, durable: bool) -> int:
+async def flatten(host: Host, spec: SandboxSpec, number: int, target: Path, durable: bool) -> int:
+    """Write image `number` of a sandbox and all below it as the layer `target`; its bytes. Raises `SandboxError`."""
     own = host.layout.disk(spec.sandbox_id)
     scratch = own / f"layer-{secrets.token_hex(4)}"
     plan = host.starter.plan(spec, (), {})

@@ -19,11 +19,7 @@ def configuration(spec: SandboxSpec, layers: int, subnet: IPv4Network, *, used: 
     `used`: on the disk it had, whose files are left alone.
 
     Raises `ValueError` for an environment that is too big."""
-    records = [f"l{layers}", *settings_of(spec, subnet)]
-    if not used:
-        files = etc_files(spec).items()
-        records += ["d/etc", *(part for name, text in files for part in (f"f/etc/{name}", f"t{text}"))]
-    content = encode(records)
+    content = encode([f"l{layers}", *settings_of(spec, subnet), *([] if used else _files(spec))])
     if len(content) > _MAX:
         raise ValueError(f"its environment takes {len(content)} bytes, where {_MAX} are the most")
     return content.ljust(-(-len(content) // 4096) * 4096, b"\0")
@@ -36,6 +32,16 @@ def settings_of(spec: SandboxSpec, subnet: IPv4Network) -> list[str]:
     if spec.network is not None:
         records.append(f"n{subnet[2]}/{subnet.prefixlen} {subnet[1]}")
     return records
+
+
+def introduction(spec: SandboxSpec, subnet: IPv4Network) -> bytes:
+    """What a copy of a guest is told, to be the sandbox of `spec`."""
+    return encode([*settings_of(spec, subnet), *_files(spec)])
+
+
+def _files(spec: SandboxSpec) -> list[str]:
+    files = etc_files(spec).items()
+    return ["d/etc", *(part for name, text in files for part in (f"f/etc/{name}", f"t{text}"))]
 
 
 def encode(records: Sequence[str]) -> bytes:

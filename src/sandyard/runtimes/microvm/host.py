@@ -53,19 +53,21 @@ class Host:
     def ids(self) -> set[str]:
         """Of everything that is there, whole or not."""
         found = self.cgroups.ids()
-        for parent in (self.layout.homes, self.layout.disks):
+        for parent in (self.layout.homes, self.layout.disks, self.layout.memories):
             if parent.is_dir():
                 found.update(entry.name for entry in os.scandir(parent))
         return {name for name in found if ID.fullmatch(name)}
 
     def known(self, sandbox_id: str) -> bool:
-        return self.layout.home(sandbox_id).exists() or self.layout.disk(sandbox_id).exists()
+        layout = self.layout
+        return any(path(sandbox_id).exists() for path in (layout.home, layout.disk, layout.memory))
 
     async def remove(self, sandbox_id: str) -> None:
-        """`end`, and its disk goes too. Raises `SandboxError` naming what stays."""
+        """`end`, and its disk and memory go too. Raises `SandboxError` naming what stays."""
         await self.end(sandbox_id)
         try:
-            await asyncio.to_thread(remove_tree, self.layout.disk(sandbox_id))
+            for path in (self.layout.memory(sandbox_id), self.layout.disk(sandbox_id)):
+                await asyncio.to_thread(remove_tree, path)
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: its disk does not go: {error}") from error
 

@@ -91,8 +91,10 @@ class MicroVMInstance(Instance):
     async def resume(self) -> None:
         await self._runtime.resume(self)
 
-    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
-        return await self._runtime.commit(self, target, durable=durable)
+    async def commit(
+        self, target: Path, *, durable: bool = True, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        return await self._runtime.commit(self, target, durable=durable, parent=parent, memory=memory)
 
     def kill(self) -> None:
         """Send SIGKILL to the VMM; with it goes everything in the guest."""

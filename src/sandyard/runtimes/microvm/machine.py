@@ -18,6 +18,15 @@ _TYPES: dict[str, str] = {
 }
 
 
+def machine_type(accel: Accel) -> str:
+    """With its options."""
+    return _TYPES[accel]
+
+
+def cpu_model(accel: Accel) -> str:
+    return "host" if accel == "kvm" else "max"
+
+
 @dataclass(frozen=True, slots=True)
 class Drive:
     """A disk of the guest, which knows it by its serial. `path` is as the VMM sees it."""
@@ -49,16 +58,16 @@ class Machine:
 
     @property
     def type(self) -> str:
-        return _TYPES[self.accel].partition(",")[0]
+        return machine_type(self.accel).partition(",")[0]
 
     @property
     def cpu(self) -> str:
-        return "host" if self.accel == "kvm" else "max"
+        return cpu_model(self.accel)
 
     def command(self) -> list[str]:
         return [
             *(self.binary, "-nodefaults", "-no-user-config", "-display", "none"),
-            *("-machine", f"{_TYPES[self.accel]},memory-backend=ram,suppress-vmdesc=on", "-cpu", self.cpu),
+            *("-machine", f"{machine_type(self.accel)},memory-backend=ram,suppress-vmdesc=on", "-cpu", self.cpu),
             *("-accel", "kvm" if self.accel == "kvm" else f"tcg,thread=multi,tb-size={_TB_MB}"),
             *("-m", f"{self.memory_mb}M", "-smp", str(self.vcpus), "-object", self._memory()),
             *("-global", "migration.send-configuration=off"),

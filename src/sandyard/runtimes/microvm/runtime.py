@@ -20,6 +20,8 @@ from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import ID, Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
+from sandyard.runtimes.microvm.memory import suspended
+from sandyard.runtimes.microvm.memory.keeping import Keeping
 from sandyard.runtimes.microvm.probing import choose
 from sandyard.runtimes.microvm.record import forget_halted, load_halted, save_halted
 from sandyard.runtimes.microvm.starting import split_layers
@@ -32,6 +34,7 @@ class MicroVMRuntime(Runtime):
 
     name = "microvm"
     capabilities = Capabilities(
+        memory_snapshot=True,
         pause_keeps_memory=True,
         file_snapshot=True,
         halt=True,
@@ -45,6 +48,7 @@ class MicroVMRuntime(Runtime):
         self.host = Host(settings)
         self.starts_at_once = settings.sandbox.start_concurrency or (os.cpu_count() or 1)
         self._bring_up = BringUp(self)
+        self._keeping = Keeping(self.host, self._bring_up)
         self._slots = asyncio.Semaphore(self.starts_at_once)
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ready = asyncio.Lock()
@@ -78,7 +82,7 @@ class MicroVMRuntime(Runtime):
             if await in_thread(self.host.known, sandbox_id):
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
-                return await self._bring_up.start(choice, spec, used=False)
+                return await self._keeping.create(choice, spec)
             except BaseException:
                 await finish(self.host.remove(sandbox_id))
                 raise
@@ -104,7 +108,7 @@ class MicroVMRuntime(Runtime):
         async with self._lock(instance.spec.sandbox_id):
             if instance.paused:
                 return
-            await instance.agent.freeze(True)
+            await instance.agent.freeze(True, processes=True)
             try:
                 await instance.control.execute("stop")
             except BaseException:
@@ -125,26 +129,35 @@ class MicroVMRuntime(Runtime):
             with suppress(SandyardError):  # its keeper was quicker
                 await instance.agent.freeze(False)
 
-    async def commit(self, instance: MicroVMInstance, target: Path, *, durable: bool) -> int:
+    async def commit(
+        self, instance: MicroVMInstance, target: Path, *, durable: bool, parent: Path | None, memory: bool
+    ) -> int:
         """`Instance.commit`."""
         async with self._lock(instance.spec.sandbox_id):
+            if memory:
+                return await self._keeping.commit(await self.choose(), instance, target, parent, durable=durable)
             return await commits.commit(self.host, instance, target, durable=durable)
 
     async def halt(self, sandbox_id: str) -> None:
         async with self._lock(sandbox_id):
             if load_halted(self.host.layout.disk(sandbox_id)) is not None:
-                await finish(self.host.end(sandbox_id))
+                await finish(self._halt(None, sandbox_id))
+                return
+            if (record := self._keeping.suspended(sandbox_id)) is not None:
+                await finish(self._halt(record.spec, sandbox_id))
                 return
             instance = self.host.instances.get(sandbox_id)
             if instance is None:
                 raise SandboxError(f"sandbox {sandbox_id} cannot be halted: it does not live")
             if not instance.paused:
                 await instance.agent.freeze(True)
-            await finish(self._halt(instance.spec))
+            await finish(self._halt(instance.spec, sandbox_id))
 
-    async def _halt(self, spec: SandboxSpec) -> None:
-        await asyncio.to_thread(save_halted, self.host.layout.disk(spec.sandbox_id), spec)
-        await self.host.end(spec.sandbox_id)
+    async def _halt(self, spec: SandboxSpec | None, sandbox_id: str) -> None:
+        if spec is not None:
+            await asyncio.to_thread(save_halted, self.host.layout.disk(sandbox_id), spec)
+        await self.host.end(sandbox_id)
+        await self._keeping.forget(sandbox_id)
 
     async def halted(self) -> Sequence[str]:
         disks = self.host.layout.disks
@@ -169,11 +182,38 @@ class MicroVMRuntime(Runtime):
                 await asyncio.to_thread(forget_halted, own)
                 return instance
             except BaseException:
-                await finish(self._halt(spec))
+                await finish(self._halt(spec, sandbox_id))
                 raise
 
-    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
+    async def suspend(self, sandbox_id: str) -> None:
         async with self._lock(sandbox_id):
+            if self._keeping.suspended(sandbox_id) is not None:
+                await finish(self.host.end(sandbox_id))
+                return
+            instance = self.host.instances.get(sandbox_id)
+            if instance is None:
+                raise SandboxError(f"sandbox {sandbox_id} cannot be suspended: it does not live")
+            await self._keeping.suspend(await self.choose(), instance)
+
+    async def suspended(self) -> Sequence[str]:
+        return await asyncio.to_thread(suspended.ids, self.host.layout)
+
+    async def wake(self, spec: SandboxSpec) -> Instance:
+        choice = await self._chosen()
+        async with self._slots, self._lock(spec.sandbox_id):
+            return await self._keeping.wake(choice, spec)
+
+    async def commit_halted(
+        self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        async with self._lock(sandbox_id):
+            record = self._keeping.suspended(sandbox_id)
+            if memory:
+                if record is None:
+                    raise SandboxError(f"sandbox {sandbox_id} is not suspended: it has no memory")
+                return await self._keeping.commit_suspended(record, target)
+            if record is not None:
+                return await commits.commit_halted(self.host, record.spec, target, record.disk)
             spec = load_halted(self.host.layout.disk(sandbox_id))
             if spec is None:
                 raise SandboxError(f"sandbox {sandbox_id} is not halted")
