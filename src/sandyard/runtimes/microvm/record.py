@@ -42,6 +42,19 @@ def load_below(home: Path) -> str:
         raise SandboxError(f"it is not known what sandbox {home.name} was started from") from error
 
 
+def save_region(home: Path, start: int) -> None:
+    """`start`: the address that a VMM has its guest's memory at, once that was mapped over."""
+    (home / "region").write_text(f"{start:x}")
+
+
+def load_region(home: Path) -> int:
+    """Raises `SandboxError` where it cannot be known."""
+    try:
+        return int((home / "region").read_text(), 16)
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"it is not known where the VMM of {home.name} has its memory") from error
+
+
 def save_halted(disk: Path, spec: SandboxSpec) -> None:
     write_json(disk / "halted.json", encode_spec(spec))
 

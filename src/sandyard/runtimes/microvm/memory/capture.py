@@ -18,8 +18,17 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
-from sandyard.runtimes.microvm.memory.pages import PAGE, Span, changed, copy_out, copy_whole, drafted, find_region
-from sandyard.runtimes.microvm.record import load_below
+from sandyard.runtimes.microvm.memory.pages import (
+    PAGE,
+    Region,
+    Span,
+    changed,
+    copy_out,
+    copy_whole,
+    drafted,
+    find_region,
+)
+from sandyard.runtimes.microvm.record import load_below, load_region
 
 MAX_DEPTH = 8
 """How many deltas may lie on each other: each is mapped, or read, at every start."""
@@ -69,11 +78,12 @@ class Capture:
         return manifest
 
     def _copy(self, state: Path) -> None:
-        region = find_region(self._instance.pid, self._fit.memory_mb << 20)
+        pid, size = self._instance.pid, self._fit.memory_mb << 20
         if self._below is None:
-            copy_whole(region, part(self._name, "ram"))
+            copy_whole(find_region(pid, size), part(self._name, "ram"))
             part(self._name, "ram").chmod(0o400)
         else:
+            region = Region(pid, load_region(self._host.layout.home(self._instance.spec.sandbox_id)), size)
             self._spans = changed(region)
             copy_out(region, self._spans, part(self._name, "draft"))
         # What the VMM wrote it may still write: a copy is not its own.

@@ -25,6 +25,7 @@ from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.image import Manifest, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
 from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
+from sandyard.runtimes.microvm.record import save_region
 
 _MAPPED_PAGES = 16  # fewer are copied: a mapping costs more
 _MAPPINGS_MAX = 16384
@@ -63,7 +64,7 @@ class Restorer:
             self._host.instances[spec.sandbox_id] = instance
             await self._bring_up.control(instance)
             try:
-                await in_thread(_fill, pid, manifest.ram_bytes, paths[2:], files[1:])
+                await in_thread(self._fill, spec.sandbox_id, pid, manifest, paths[2:], files[1:])
                 await self._load(instance, files[0])
                 await instance.control.execute("cont")
             except (SandboxError, OSError) as error:
@@ -99,6 +100,13 @@ class Restorer:
         except (OSError, SandboxError) as error:
             raise CreateFailed("disk", str(error)) from error
 
+    def _fill(
+        self, sandbox_id: str, pid: int, manifest: Manifest, pages: Sequence[Path], descriptors: Sequence[int]
+    ) -> None:
+        region = find_region(pid, manifest.ram_bytes)
+        save_region(self._host.layout.home(sandbox_id), region.start)
+        _fill(region, pages, descriptors)
+
     async def _load(self, instance: MicroVMInstance, state: int) -> None:
         """Give it its devices. Raises `SandboxError`."""
         await instance.control.execute("migrate-incoming", {"uri": f"fd:{state}"})
@@ -113,10 +121,9 @@ class Restorer:
         raise SandboxError(f"QEMU did not load the device state within {_LOAD_TIMEOUT:g} s")
 
 
-def _fill(pid: int, size: int, pages: Sequence[Path], descriptors: Sequence[int]) -> None:
+def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> None:
     """Give a VMM the RAM of its guest: the file of the first descriptor, above it the deltas of the others."""
-    region = find_region(pid, size)
-    mappings = [Mapping(region.start, size, descriptors[0])]
+    mappings = [Mapping(region.start, region.size, descriptors[0])]
     with ExitStack() as stack:
         deltas = [stack.enter_context(Delta(path)) for path in pages]
         numbers = dict(zip(deltas, descriptors[1:], strict=True))
@@ -126,7 +133,7 @@ def _fill(pid: int, size: int, pages: Sequence[Path], descriptors: Sequence[int]
             least *= 2
         big = [piece for piece in pieces if piece.end - piece.first >= least]
         mappings += [_mapping(region, piece, numbers[piece.delta]) for piece in big]
-        map_over(pid, mappings, descriptors)
+        map_over(region.pid, mappings, descriptors)
         _copy(region, [piece for piece in pieces if piece.end - piece.first < least])
 
 
