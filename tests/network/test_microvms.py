@@ -73,7 +73,7 @@ async def _datagrams(guest: Kit, slots: Slots, internet: Internet) -> None:
 import errno, socket
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
     client.settimeout(40)
-    client.connect(("{internet.other}", 7))
+    client.connect(("{internet.web}", 7))
     try:
         client.send(b"x")
         print(client.recv(9))
@@ -81,7 +81,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
         print(errno.errorcode[error.errno])
 """
     assert await guest.python(ask) == "EHOSTUNREACH"
-    await slots.replace("guest", Policy.of({"allowOut": [f"{internet.other}/32"]}))
+    await slots.replace("guest", Policy.of({"allowOut": [f"{internet.web}/32"]}))
     assert await guest.python(ask) == "b'x'"
     await slots.replace("guest", OPEN)
 
@@ -91,7 +91,7 @@ async def test_its_root_can_change_its_own_side_only(guest: Kit, slots: Slots, i
     await slots.replace("guest", OPEN)
     web = f"http://{internet.web}/"
     assert await fetch(guest, web)
-    await guest.python(SET_ADDRESS.format(address="10.200.0.3"))
+    await guest.python(SET_ADDRESS.format(address="10.200.0.9"))
     ran = await guest.run(["curl", "-sS", "--max-time", "5", web], timeout=30)
     assert ran.status.code == 28, "what has an address that is not its own gets no answer"
     await guest.python(SET_ADDRESS.format(address="10.200.0.2"))
@@ -107,7 +107,7 @@ def sockaddr(address):
     return struct.pack("=H2x4s8x", socket.AF_INET, socket.inet_aton(address))
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
     fcntl.ioctl(control, 0x8916, b"eth0".ljust(16, bytes(1)) + sockaddr("{address}"))
-    fcntl.ioctl(control, 0x891C, b"eth0".ljust(16, bytes(1)) + sockaddr("255.255.255.252"))
+    fcntl.ioctl(control, 0x891C, b"eth0".ljust(16, bytes(1)) + sockaddr("255.255.255.0"))
     # struct rtentry: padding, destination, gateway, mask, flags (up, by a gateway), the rest
     route = bytes(8) + sockaddr("0.0.0.0") + sockaddr("10.200.0.1") + sockaddr("0.0.0.0") + struct.pack("=H", 3)
     try:
