@@ -1,4 +1,4 @@
-"""What stands for the instance of a sandbox that is paused without its memory."""
+"""What stands for the instance of a sandbox that is paused and takes nothing of the host but its disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sandyard.runtimes.base import Death, Instance, Runtime, SandboxSpec, Usage
 
 
 class HaltedInstance(Instance):
-    """No process and no agent, but a disk. It does not die: it is destroyed, or booted."""
+    """No process and no agent, but a disk, and where it is suspended its memory on it. It does not die: it is
+    destroyed, or booted, or woken."""
 
     paused = True
 
