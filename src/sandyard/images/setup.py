@@ -83,7 +83,7 @@ async def setup(settings: Settings, progress: Progress = silent) -> Ready:
         await runtime.close()
     if not probe.works:
         raise HostError(f"the {settings.sandbox.runtime} runtime does not work: {probe.detail}", remedy=probe.remedy)
-    progress("runtime", 1.0, probe.detail)
+    progress("runtime", 1.0, f"{probe.detail}; {probe.remedy}" if probe.remedy else probe.detail)
     template = await build_base(settings, progress)
     return Ready(packages, probe, template)
 

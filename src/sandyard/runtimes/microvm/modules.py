@@ -40,7 +40,8 @@ class Modules:
             return
         if name not in self._paths or name in above:
             by = f", which {above[-1]} needs" if above else ""
-            raise HostError(f"no kernel module {name} below {self.root}{by}", remedy="run: sandyard setup microvm")
+            remedy = "set microvm.modules to the lib/modules/VERSION of microvm.kernel, or neither"
+            raise HostError(f"no kernel module {name} below {self.root}{by}", remedy=remedy)
         content = _unpacked(self._paths[name])
         for needed in _dependencies(content):
             self._add(needed, (*above, name))

@@ -36,7 +36,8 @@ async def choose(host: Host, bring_up: BringUp) -> Choice:
             continue
         await remember(host.layout, choice)
         return choice
-    raise HostError(f"no guest boots ({'; '.join(failures)})", remedy="set microvm.accel = tcg, or look at dmesg")
+    remedy = "look at microvm.kernel" if "tcg" in allowed else "set microvm.accel = auto: guests then run in software"
+    raise HostError(f"no guest boots ({'; '.join(failures)})", remedy=remedy)
 
 
 async def _boots(host: Host, bring_up: BringUp, choice: Choice) -> Choice:
