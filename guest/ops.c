@@ -60,6 +60,9 @@ static int set_seed(const uint8_t *seed, uint32_t len)
 	if (fd < 0)
 		return errno;
 	rc = ioctl(fd, RNDADDENTROPY, pool) < 0 ? errno : 0;
+	/* What was mixed in counts at once: else a copy goes on with the randomness of the one it was made from. */
+	if (!rc && ioctl(fd, RNDRESEEDCRNG) < 0 && errno != ENODATA)
+		rc = errno;
 	/* Without the right to credit entropy the seed can still be mixed in. */
 	if (rc && write(fd, seed, len) == (ssize_t)len)
 		rc = 0;

@@ -103,7 +103,7 @@ def test_committed_layers_lie_above_directories(tmp_path: Path) -> None:
 
 def test_a_machine_is_confined_and_can_be_restored() -> None:
     disk = Drive("disk", Path("/vm/d"), "qcow2", writable=True)
-    machine = Machine("qemu", "tcg", Path("k"), Path("i"), 256, 2, 7, 8, [disk], Path("/vm/ram"), True, True)
+    machine = Machine("qemu", "tcg", Path("k"), Path("i"), 256, 2, 7, 8, [disk], incoming=True)
     line = " ".join(machine.command())
     for part in ("-sandbox on,", "spawn=deny", "-nodefaults", "-incoming defer -S", "share=off", "q35,hpet=on"):
         assert part in line

@@ -109,7 +109,8 @@ def _not_zero(data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _backend(pid: int) -> str:
-    for entry in os.scandir(f"/proc/{pid}/fd"):
-        if BACKEND in os.readlink(entry.path):
-            return entry.path
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{number}"
+        if BACKEND in os.readlink(path):
+            return path
     raise OSError(f"the VMM {pid} has no file with its guest's memory")

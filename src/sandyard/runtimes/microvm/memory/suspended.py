@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import decode_spec, encode_spec, read_json, write_json
@@ -49,7 +48,7 @@ def forget(layout: Layout, sandbox_id: str) -> None:
 def ids(layout: Layout) -> list[str]:
     if not layout.memories.is_dir():
         return []
-    return sorted(entry.name for entry in os.scandir(layout.memories) if (Path(entry.path) / _RECORD).exists())
+    return sorted(name for name in os.listdir(layout.memories) if (layout.memories / name / _RECORD).exists())
 
 
 def next_image(layout: Layout, sandbox_id: str) -> str:
