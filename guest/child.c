@@ -18,6 +18,7 @@
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 struct rlimit child_files;
+int child_group = -1;
 static int report_fd;
 
 static _Noreturn void fail(enum code code, int err, const char *step)
@@ -233,6 +234,8 @@ _Noreturn void child_run(struct launch *l)
 	child_reset();
 	if (user_find(l->user, &user) < 0)
 		fail(C_NO_USER, 0, "user");
+	if (child_group >= 0 && write(child_group, "0", 1) < 0)
+		fail(spawn_code(errno), errno, "group");
 	set_limits(l);
 	set_files(l, &user);
 	umask(022);

@@ -27,5 +27,7 @@ void child_reset(void);
 
 /* The limit on open files that children start with; the agent's own may be higher. */
 extern struct rlimit child_files;
+/* `cgroup.procs` of the group that children join; -1 where there is none. */
+extern int child_group;
 
 #endif

@@ -1,10 +1,13 @@
 #include "guest.h"
 
+#include "child.h"
+
+#include "net.h"
+
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
-#include <net/if.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -13,19 +16,22 @@
 #include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #define HOME "/sandyard"
 #define NEW "/new"
+#define GROUP "/sys/fs/cgroup/sandbox"
+#define INSIDE GROUP "/inside" /* what was started, the agent not */
 
 enum {
 	DEVICE_WAIT_MS = 30000,
 	CONF_MAX = 1 << 20,
 	STILL_SECONDS = 5,
+	FREEZE_MS = 2000,
 	LAYERS_MAX = 24,
 };
 
@@ -241,31 +247,19 @@ static void need_text(const char *path, const char *text)
 }
 
 /* Every process of the sandbox is in one group, this one too: what it starts inherits it. */
-static void set_limits(const char *conf)
+static void enter_group(void)
 {
 	struct rlimit files = {.rlim_cur = 65536, .rlim_max = 1048576};
-	const char *pids = find_record(conf, 'p'), *memory = find_record(conf, 'm');
 
 	need_text("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
-	make_dir("/sys/fs/cgroup/sandbox");
-	if (pids)
-		need_text("/sys/fs/cgroup/sandbox/pids.max", pids);
-	if (memory)
-		need_text("/sys/fs/cgroup/sandbox/memory.max", memory);
-	need_text("/sys/fs/cgroup/sandbox/cgroup.procs", "0");
+	make_dir(GROUP);
+	need_text(GROUP "/cgroup.procs", "0");
+	make_dir(INSIDE);
+	child_group = open(INSIDE "/cgroup.procs", O_WRONLY | O_CLOEXEC);
+	if (child_group < 0)
+		give_up("open", INSIDE "/cgroup.procs");
 	need_text("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
 	setrlimit(RLIMIT_NOFILE, &files);
-}
-
-static void bring_loopback_up(void)
-{
-	struct ifreq request = {.ifr_name = "lo"};
-	int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-
-	request.ifr_flags = IFF_UP;
-	if (fd < 0 || ioctl(fd, SIOCSIFFLAGS, &request) < 0)
-		give_up("interface", "lo");
-	close(fd);
 }
 
 static void move_root(void)
@@ -274,33 +268,69 @@ static void move_root(void)
 		give_up("root", NEW);
 }
 
-/* The records that are about the inside: environment, names, files. */
-static void apply(const char *conf)
+static int limit(const char *file, const char *value)
 {
-	for (; *conf; conf = next_record(conf)) {
-		if (*conf == 'e') {
-			char *pair = strdup(conf + 1);
+	char path[64];
 
-			if (!pair || putenv(pair) != 0)
-				give_up("environment", conf + 1);
-		} else if (*conf == 'h') {
-			if (sethostname(conf + 1, strlen(conf + 1)) < 0)
-				give_up("hostname", conf + 1);
-		} else if (*conf == 'f') {
-			const char *path = conf + 1;
+	snprintf(path, sizeof path, GROUP "/%s", file);
+	return write_text(path, value, strlen(value)) ? 0 : -1;
+}
 
-			conf = next_record(conf);
-			need_text(path, conf + 1);
-		} else if (*conf == 'd') {
-			make_dir(conf + 1);
-		}
+static int add_environment(const char *pair)
+{
+	char *copy = strdup(pair);
+
+	return copy ? putenv(copy) : -1;
+}
+
+/* One record about the inside; *CONF moves on where it has two texts. 0, or -1 with errno. */
+static int apply_one(const char **conf)
+{
+	const char *text = *conf + 1;
+
+	switch (**conf) {
+	case 'p':
+		return limit("pids.max", text);
+	case 'm':
+		return limit("memory.max", text);
+	case 'E':
+		return clearenv();
+	case 'e':
+		return add_environment(text);
+	case 'h':
+		return sethostname(text, strlen(text));
+	case 'd':
+		return mkdir(text, 0755) < 0 && errno != EEXIST ? -1 : 0;
+	case 'f':
+		*conf = next_record(*conf);
+		if (!**conf)
+			return errno = EINVAL, -1;
+		return write_text(text, *conf + 1, strlen(*conf + 1)) ? 0 : -1;
+	case 'n':
+		return net_uplink(text);
+	default:
+		return 0;
 	}
+}
+
+int guest_configure(const char *conf, const char **failed)
+{
+	if (disk_fd < 0)
+		return ENOTTY;
+	for (; *conf; conf = next_record(conf)) {
+		*failed = conf;
+		errno = EIO; /* of a write that was short */
+		if (apply_one(&conf) < 0)
+			return errno;
+	}
+	return 0;
 }
 
 bool guest_is_ours(void) { return getpid() == 1 && access(HOME "/modules", R_OK) == 0; }
 
 int guest_enter(void)
 {
+	const char *failed = "";
 	int console, port;
 	char *conf;
 
@@ -318,10 +348,12 @@ int guest_enter(void)
 		mount_root(conf);
 		mount_system();
 		move_root();
-		set_limits(conf);
-		apply(conf);
+		enter_group();
+		if (guest_configure(conf, &failed) != 0)
+			give_up("configure", failed);
 	}
-	bring_loopback_up();
+	if (net_loopback() < 0)
+		give_up("interface", "lo");
 	free(conf);
 	if (console >= 0)
 		close(console);
@@ -329,6 +361,40 @@ int guest_enter(void)
 	close(1);
 	close(2);
 	return port;
+}
+
+static uint64_t disk_used(void)
+{
+	struct statfs st;
+
+	if (disk_fd < 0 || fstatfs(disk_fd, &st) < 0)
+		return 0;
+	return ((uint64_t)st.f_blocks - (uint64_t)st.f_bfree) * (uint64_t)st.f_bsize;
+}
+
+/* The number in a file of the sandbox's group: the whole of it, or that of the line which begins with NAME. */
+static uint64_t counter(const char *file, const char *name)
+{
+	char path[64], text[4096], *at = text;
+	size_t len = strlen(name);
+
+	snprintf(path, sizeof path, GROUP "/%s", file);
+	if (read_text(path, text, sizeof text) < 0)
+		return 0;
+	while (len && at && (strncmp(at, name, len) != 0 || at[len] != ' ')) {
+		at = strchr(at, '\n');
+		at += at != NULL;
+	}
+	return at ? strtoull(at + len, NULL, 10) : 0;
+}
+
+void guest_use(struct guest_use *use)
+{
+	use->disk = disk_used();
+	use->memory = counter("memory.current", "");
+	use->cache = counter("memory.stat", "file");
+	use->pids = counter("pids.current", "");
+	use->oom_kills = counter("memory.events", "oom_kill");
 }
 
 static void keep(void)
@@ -342,20 +408,58 @@ static void keep(void)
 	_exit(0);
 }
 
-int guest_freeze(bool still)
+static int thaw_disk(void)
 {
-	if (disk_fd < 0)
-		return ENOTTY;
-	if (!still) {
-		if (keeper > 0)
-			kill(keeper, SIGKILL);
-		keeper = 0;
-		return ioctl(disk_fd, FITHAW, 0) < 0 ? errno : 0;
-	}
+	if (keeper > 0)
+		kill(keeper, SIGKILL);
+	keeper = 0;
+	/* EINVAL: its keeper was quicker. */
+	return ioctl(disk_fd, FITHAW, 0) < 0 && errno != EINVAL ? errno : 0;
+}
+
+static int freeze_disk(void)
+{
+	if (keeper > 0)
+		kill(keeper, SIGKILL);
 	keeper = fork();
 	if (keeper < 0)
 		return errno;
 	if (keeper == 0)
 		keep();
-	return ioctl(disk_fd, FIFREEZE, 0) < 0 ? errno : 0;
+	/* EBUSY: it stands still already. */
+	return ioctl(disk_fd, FIFREEZE, 0) < 0 && errno != EBUSY ? errno : 0;
+}
+
+static bool is_frozen(void)
+{
+	char text[128];
+
+	return read_text(INSIDE "/cgroup.events", text, sizeof text) < 0 || strstr(text, "frozen 1");
+}
+
+/* One that waits for its disk cannot be stopped there, but does not come back to code of its own either. */
+static int freeze_processes(bool still)
+{
+	if (child_group < 0)
+		return ENOTTY;
+	if (!write_text(INSIDE "/cgroup.freeze", still ? "1" : "0", 1))
+		return errno;
+	for (int i = 0; still && i < FREEZE_MS && !is_frozen(); i++)
+		usleep(1000);
+	return 0;
+}
+
+int guest_freeze(bool disk, bool processes)
+{
+	int err = 0;
+
+	if (disk_fd < 0)
+		return ENOTTY;
+	if (!disk)
+		err = thaw_disk();
+	if (!err)
+		err = freeze_processes(processes);
+	if (!err && disk)
+		err = freeze_disk();
+	return err;
 }

@@ -60,6 +60,9 @@ static int set_seed(const uint8_t *seed, uint32_t len)
 	if (fd < 0)
 		return errno;
 	rc = ioctl(fd, RNDADDENTROPY, pool) < 0 ? errno : 0;
+	/* What was mixed in counts at once: else a copy goes on with the randomness of the one it was made from. */
+	if (!rc && ioctl(fd, RNDRESEEDCRNG) < 0 && errno != ENODATA)
+		rc = errno;
 	/* Without the right to credit entropy the seed can still be mixed in. */
 	if (rc && write(fd, seed, len) == (ssize_t)len)
 		rc = 0;
@@ -96,10 +99,41 @@ static void op_identify(uint32_t id, struct reader *r)
 static void op_freeze(uint32_t id, struct reader *r)
 {
 	uint8_t still = get_u8(r);
-	int err = r->bad ? EINVAL : guest_freeze(still != 0);
+	int err = r->bad ? EINVAL : guest_freeze(still & FREEZE_DISK, still & FREEZE_PROCESSES);
 
 	if (err)
 		result_errno(id, err, "freeze");
+	else
+		result_ok(id, FLAG_FIN);
+}
+
+static void op_use(uint32_t id, struct reader *r)
+{
+	struct writer w = result_begin();
+	struct guest_use use;
+
+	(void)r;
+	guest_use(&use);
+	put_u64(&w, use.disk);
+	put_u64(&w, use.memory);
+	put_u64(&w, use.cache);
+	put_u64(&w, use.pids);
+	put_u64(&w, use.oom_kills);
+	result_end(&w, FLAG_FIN, id);
+}
+
+static void op_configure(uint32_t id, struct reader *r)
+{
+	uint32_t len;
+	const char *records = (const char *)get_blob(r, &len);
+	const char *failed = "records";
+	int err = EINVAL;
+
+	/* The last record is an empty one: nothing is read beyond it. */
+	if (!r->bad && len >= 2 && records[len - 1] == 0 && records[len - 2] == 0)
+		err = guest_configure(records, &failed);
+	if (err)
+		result_errno(id, err, failed);
 	else
 		result_ok(id, FLAG_FIN);
 }
@@ -110,6 +144,7 @@ static op_fn *const table[OP_COUNT] = {
     [OP_LIST] = op_list,       [OP_MKDIR] = op_mkdir,   [OP_MOVE] = op_move,           [OP_REMOVE] = op_remove,
     [OP_READ] = op_read,       [OP_WRITE] = op_write,   [OP_CONNECT] = op_connect,     [OP_WATCH] = op_watch,
     [OP_IDENTIFY] = op_identify, [OP_STORE] = op_store,   [OP_FREEZE] = op_freeze,
+    [OP_USE] = op_use,         [OP_CONFIGURE] = op_configure,
 };
 
 void op_dispatch(uint8_t op, uint32_t id, struct reader *r)

@@ -42,6 +42,8 @@ enum op {
 	OP_IDENTIFY,
 	OP_STORE,
 	OP_FREEZE,
+	OP_USE,
+	OP_CONFIGURE,
 	OP_COUNT
 };
 
@@ -63,6 +65,8 @@ enum code {
 };
 
 enum { SPAWN_STDIN = 1, SPAWN_PTY = 2 };
+
+enum { FREEZE_DISK = 1, FREEZE_PROCESSES = 2 };
 
 enum { T_FILE, T_DIRECTORY, T_SYMLINK, T_OTHER };
 

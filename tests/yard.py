@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -10,9 +11,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import pytest
+
 from sandyard.config import PathSettings, PoolSettings, SandboxSettings, Settings
 from sandyard.images.base import build_base
 from sandyard.runtimes.container import ContainerRuntime
+from sandyard.runtimes.microvm.assets import make_assets, packaged_kernel
+from sandyard.runtimes.microvm.layout import Layout
 
 
 @contextmanager
@@ -36,6 +41,28 @@ def node_settings(home: Path, *, low: int = 1, high: int = 4, **sandbox: object)
         pool=PoolSettings(low=low, high=high),
         sandbox=SandboxSettings.model_validate(sandbox),
     )
+
+
+needs_qemu = pytest.mark.skipif(shutil.which(Settings().microvm.qemu) is None, reason="this host has no QEMU")
+
+
+async def guest_settings(settings: Settings) -> Settings:
+    """`settings` for guests that boot the host's own kernel (got on first use); block images of templates are
+    the host's own too."""
+    own = Layout.of(Settings())
+    own.prepare()
+    kernel, modules = await asyncio.to_thread(packaged_kernel, own.assets / "kernels")
+    images = Layout.of(settings).images
+    images.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not images.exists():
+        images.symlink_to(own.images)
+    update = {
+        "microvm": settings.microvm.model_copy(update={"kernel": kernel, "modules": modules}),
+        "sandbox": settings.sandbox.model_copy(update={"runtime": "microvm"}),
+    }
+    ready = settings.model_copy(update=update)
+    await make_assets(ready)
+    return ready
 
 
 def leftovers(home: Path) -> list[str]:

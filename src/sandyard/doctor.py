@@ -23,6 +23,9 @@ from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, Sandbox
 _MIB = 1 << 20
 _FREE_DISK_MB = 2048
 _MEMORY_PER_SANDBOX_MB = 64
+_ENGINE = {"container": "container engine", "microvm": "microVM"}
+_TRY_SECONDS = 20.0
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Finding:
 async def diagnose(settings: Settings) -> list[Finding]:
     """Try out everything a server with `settings` needs. Failures are findings, not exceptions."""
     host = [_privileges(), _packages(settings), _disk(settings), _memory(settings), _port(settings), _watches()]
-    sandbox = await _sandbox(settings) if settings.sandbox.runtime == "container" else []
+    sandbox = [] if settings.sandbox.runtime == "memory" else await _sandbox(settings)
     return [*host, *sandbox, *(await _network(settings)), _template(settings)]
 
 
@@ -122,7 +125,7 @@ async def _sandbox(settings: Settings) -> list[Finding]:
     runtime = open_runtime(settings)
     try:
         probe = await runtime.probe()
-        engine = Finding("container engine", probe.works, probe.detail, probe.remedy)
+        engine = Finding(_ENGINE[runtime.name], probe.works, probe.detail, probe.remedy)
         if not probe.works:
             return [engine]
         return [engine, *(await _promises(runtime, settings))]
@@ -141,23 +144,23 @@ async def _promises(runtime: Runtime, settings: Settings) -> list[Finding]:
         sandbox = await runtime.create(spec)
         created = Finding("create a sandbox", True, f"{(time.monotonic() - began) * 1000:.0f} ms")
         tries: Sequence[tuple[str, Callable[[Instance], Awaitable[str]]]] = [
-            ("user namespace", _user_namespace),
+            ("own kernel", _own_kernel) if runtime.capabilities.own_kernel else ("user namespace", _user_namespace),
             ("disk limit", _disk_limit if runtime.capabilities.hard_disk_limit else _no_disk_limit),
             ("memory limit", _memory_limit),
         ]
-        return [created, *[await _try(name, body, sandbox) for name, body in tries]]
+        return [created, *[await _try(name, body, sandbox, _TRY_SECONDS * runtime.pace) for name, body in tries]]
     except SandyardError as error:
         return [Finding("create a sandbox", False, error.message, error.remedy)]
     finally:
         await runtime.destroy(spec.sandbox_id)
 
 
-async def _try(name: str, body: Callable[[Instance], Awaitable[str]], sandbox: Instance) -> Finding:
+async def _try(name: str, body: Callable[[Instance], Awaitable[str]], sandbox: Instance, seconds: float) -> Finding:
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(seconds):
             detail = await body(sandbox)
     except (SandyardError, TimeoutError, _BrokenPromise) as error:
-        return Finding(name, False, str(error) or "no answer within 20 s", "run: sandyard conformance")
+        return Finding(name, False, str(error) or f"no answer within {seconds:g} s", "run: sandyard conformance")
     remedy = "use a host with loop devices and ext4 (container.disk = loop)" if detail.startswith("none") else None
     return Finding(name, True, detail, remedy)
 
@@ -175,6 +178,13 @@ async def _user_namespace(sandbox: Instance) -> str:
     if host == "0":
         raise _BrokenPromise("root inside is root on the host")
     return f"root inside is uid {host} on the host"
+
+
+async def _own_kernel(sandbox: Instance) -> str:
+    release = (await _read(sandbox, "/proc/sys/kernel/osrelease")).strip()
+    if await _read(sandbox, _BOOT_ID) == await asyncio.to_thread(Path(_BOOT_ID).read_text):
+        raise _BrokenPromise("it is the host's")
+    return f"Linux {release}"
 
 
 async def _disk_limit(sandbox: Instance) -> str:

@@ -24,9 +24,10 @@ def conformance(
 ) -> None:
     """Run every check of the runtime contract; exit 1 if one fails."""
     results = asyncio.run(_run(load_settings({"sandbox.runtime": runtime}), template))
-    failed = sum(not result.ok for result in results)
-    print(f"{len(results) - failed} passed, {failed} failed")
-    raise typer.Exit(1 if failed else 0)
+    from sandyard.runtimes.conformance.runner import summary
+
+    print(summary(results))
+    raise typer.Exit(1 if any(result.ok is False for result in results) else 0)
 
 
 async def _run(settings: Settings, template: str) -> list[CheckResult]:
@@ -37,12 +38,15 @@ async def _run(settings: Settings, template: str) -> list[CheckResult]:
     rootfs = TemplateStore(settings).get(template).rootfs
     runtime = open_runtime(settings)
     try:
+        probe = await runtime.probe()
+        stdout.print(f"{runtime.name}: {probe.detail}", markup=False)
         return await run_conformance(runtime, rootfs, on_result=_print_result)
     finally:
         await runtime.close()
 
 
 def _print_result(result: CheckResult) -> None:
-    mark = "[green]ok  [/green]" if result.ok else "[red]FAIL[/red]"
+    marks = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "[dim]n/a [/dim]"}
+    mark = marks[result.ok]
     stdout.print(f"{mark} {result.name} [dim]{result.seconds:.2f} s[/dim] ", end="")
     stdout.print(result.detail, markup=False)

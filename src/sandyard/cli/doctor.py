@@ -23,8 +23,8 @@ def doctor() -> None:
         mark = "[green]ok  [/green]" if finding.ok else "[red]FAIL[/red]"
         stdout.print(f"{mark} {finding.name:<22} ", end="")
         stdout.print(finding.detail, markup=False)
-        if not finding.ok and finding.remedy:
-            stdout.print(f"     remedy: {finding.remedy}", markup=False, style="yellow")
+        if finding.remedy:
+            stdout.print(f"     {'better' if finding.ok else 'remedy'}: {finding.remedy}", markup=False, style="yellow")
     failed = sum(not finding.ok for finding in findings)
     stdout.print(f"{len(findings) - failed} ok, {failed} to mend")
     raise typer.Exit(1 if failed else 0)

@@ -1,4 +1,4 @@
-"""`sandyard setup [base|code-interpreter]`: install what the host lacks and make templates."""
+"""`sandyard setup [base|code-interpreter|microvm]`: install what the host lacks and make templates."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _EVERY = 5.0  # seconds between lines of detail, such as a package manager's own
 class What(StrEnum):
     BASE = "base"
     CODE_INTERPRETER = "code-interpreter"
+    MICROVM = "microvm"
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def setup(
-    what: Annotated[What, typer.Argument(help="the template to make; code-interpreter needs base and makes it too")] = (
+    what: Annotated[What, typer.Argument(help="what to make ready; all of it needs template base and makes it too")] = (
         What.BASE
     ),
     base: Annotated[str | None, typer.Option(help="make `base` from this image reference or rootfs tarball")] = None,
@@ -33,10 +34,13 @@ def setup(
 ) -> None:
     """Set this host up. Safe to repeat: what is there already is kept."""
     lines = SetupLines()
-    settings = load_settings({"images.base": base, "images.mirror": mirror})
+    runtime = "microvm" if what is What.MICROVM else None
+    settings = load_settings({"images.base": base, "images.mirror": mirror, "sandbox.runtime": runtime})
     asyncio.run(_setup(what, settings, lines))
     if what is What.CODE_INTERPRETER:
         lines("done", 1.0, "code runs in template `code-interpreter-v1`, which is also called `code-interpreter`")
+    elif what is What.MICROVM:
+        lines("done", 1.0, "sandboxes have a kernel of their own with `sandyard serve --runtime microvm`")
     else:
         lines("done", 1.0, "sandboxes start from template `base`; `sandyard doctor` tells more")
 

@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +43,17 @@ from sandyard.guest.wire import (
 )
 
 _TO_END = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class GuestUse:
+    """Bytes, but for `pids` and `oom_kills`."""
+
+    disk: int
+    memory: int
+    cache: int
+    pids: int
+    oom_kills: int
 
 
 class LinkAgent(Agent):
@@ -211,10 +223,21 @@ class LinkAgent(Agent):
         codes = {"hostname": reader.u32(), "time": reader.u32(), "seed": reader.u32()}
         self.identify_errors = {part: errno.errorcode.get(code, str(code)) for part, code in codes.items() if code}
 
-    async def freeze(self, still: bool) -> None:
-        """Hold the disk of a guest kernel still, all written to it, or let it go on; it does by itself after
-        5 seconds. Only an agent that is PID 1 of a guest kernel can; another answers `GuestError`."""
-        await self._call(Op.FREEZE, bytes((still,)), "freeze" if still else "thaw")
+    async def freeze(self, disk: bool, *, processes: bool = False) -> None:
+        """What of a guest kernel stands still from here on, and what goes on: its `disk`, all written to it, which
+        goes on by itself after 5 seconds, and the `processes` that were started, which do not. Only an agent that
+        is PID 1 of a guest kernel can; another answers `GuestError`."""
+        await self._call(Op.FREEZE, bytes((disk + 2 * processes,)), "freeze" if disk or processes else "thaw")
+
+    async def use(self) -> GuestUse:
+        """What a guest kernel counts; zeros for an agent that has none of its own."""
+        reader = await self._call(Op.USE, b"", "use")
+        return GuestUse(*(reader.u64() for _ in range(5)))
+
+    async def configure(self, records: bytes) -> None:
+        """Set limits, environment, names, files and network of a guest kernel anew; `records` is as in
+        `guest/PROTOCOL.md`, the last one empty. Only an agent that is PID 1 of a guest kernel can."""
+        await self._call(Op.CONFIGURE, blob(records), "configure")
 
     async def close(self) -> None:
         await self._link.close()

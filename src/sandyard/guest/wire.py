@@ -54,6 +54,8 @@ class Op(IntEnum):
     IDENTIFY = 17
     STORE = 18
     FREEZE = 19
+    USE = 20
+    CONFIGURE = 21
 
 
 CODES: dict[int, GuestErrorCode] = dict(enumerate(GuestErrorCode, start=1))

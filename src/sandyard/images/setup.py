@@ -14,6 +14,7 @@ from sandyard.images.progress import Progress, run_watched, silent
 from sandyard.images.templates import Template, TemplateStore
 from sandyard.runtimes import open_runtime
 from sandyard.runtimes.base import Probe
+from sandyard.runtimes.microvm.assets import make_assets
 
 _SYSTEM_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"))
 
@@ -29,14 +30,19 @@ class Ready:
 
 def needed_packages(settings: Settings) -> list[str]:
     """The distribution packages this host still lacks for `settings`, by their Debian names."""
-    if settings.sandbox.runtime != "container":
+    if settings.sandbox.runtime == "memory":
         return []
     wanted: list[str] = []
-    engine = settings.container.engine
-    engines = ("crun", "runc") if engine == "auto" else (engine,)
-    if not any(_has(name) for name in engines):
-        wanted.append(engines[0])
-    if settings.container.disk != "none" and not _has("mkfs.ext4"):
+    microvm = settings.sandbox.runtime == "microvm"
+    if microvm:
+        tools = ((settings.microvm.qemu, "qemu-system-x86"), ("qemu-img", "qemu-utils"))
+        wanted += [package for tool, package in tools if not _has(tool)]
+    else:
+        engine = settings.container.engine
+        engines = ("crun", "runc") if engine == "auto" else (engine,)
+        if not any(_has(name) for name in engines):
+            wanted.append(engines[0])
+    if (microvm or settings.container.disk != "none") and not _has("mkfs.ext4"):
         wanted.append("e2fsprogs")
     if not _has("unshare"):
         wanted.append("util-linux")
@@ -65,6 +71,10 @@ async def setup(settings: Settings, progress: Progress = silent) -> Ready:
     packages = needed_packages(settings)
     if packages:
         await _install(packages, progress)
+    if settings.sandbox.runtime == "microvm":
+        progress("kernel", 0.0, "the kernel that guests boot")
+        assets = await make_assets(settings)
+        progress("kernel", 1.0, f"kernel {assets.version} and its RAM disk are in {assets.kernel.parent}")
     progress("runtime", 0.0, "starting a sandbox to see what works")
     runtime = open_runtime(settings)
     try:
@@ -73,7 +83,7 @@ async def setup(settings: Settings, progress: Progress = silent) -> Ready:
         await runtime.close()
     if not probe.works:
         raise HostError(f"the {settings.sandbox.runtime} runtime does not work: {probe.detail}", remedy=probe.remedy)
-    progress("runtime", 1.0, probe.detail)
+    progress("runtime", 1.0, f"{probe.detail}; {probe.remedy}" if probe.remedy else probe.detail)
     template = await build_base(settings, progress)
     return Ready(packages, probe, template)
 

@@ -5,6 +5,9 @@ DNS, is redirected to listeners that this server holds in the namespace and whos
 the host's (`egress`); everything else is refused on the spot. So a server that is down, or a rule
 that failed, can only mean less access; the host's routing, addresses and firewall stay untouched.
 
+A guest kernel is behind `TAP`, which its runtime makes in the namespace in place of `eth0`: what comes in
+there meets the same rules as what a process in the namespace sends.
+
 The sandbox's root has no power over the namespace: it belongs to the host's user namespace.
 """
 
@@ -33,6 +36,7 @@ MNT_DETACH = 2
 TOOL_TIMEOUT = 20.0
 TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BACKLOG = 256
+TAP = "tap0"
 MARK = 1  # of datagrams that are diverted; nobody inside can set one
 
 NO_DIVERSION = "table ip sandyard_datagrams\ndelete table ip sandyard_datagrams\n"
@@ -117,6 +121,26 @@ table ip sandyard {{
         meta l4proto tcp reject with tcp reset
         reject with icmp type admin-prohibited
     }}
+    chain guest_source {{
+        type filter hook prerouting priority raw; policy accept;
+        iifname "{TAP}" ip saddr != {self.address} drop
+    }}
+    chain guest_out {{
+        type nat hook prerouting priority -100; policy accept;
+        iifname != "{TAP}" return
+        udp dport 53 dnat to 127.0.0.1:{dns}
+        tcp dport 53 dnat to 127.0.0.1:{dns_tcp}
+        ip daddr {{ {never} }} return
+        meta l4proto tcp dnat to 127.0.0.1:{tcp}
+    }}
+    chain guest_rest {{
+        type filter hook prerouting priority filter; policy accept;
+        iifname != "{TAP}" accept
+        ct status dnat accept
+        meta l4proto udp meta mark {MARK} accept
+        meta l4proto tcp reject with tcp reset
+        reject with icmp type admin-prohibited
+    }}
 }}
 """
 
@@ -139,6 +163,13 @@ table ip sandyard_datagrams {{
     chain back {{
         type filter hook prerouting priority mangle; policy accept;
         iif lo meta l4proto udp meta mark {MARK} tproxy to 127.0.0.1:{port}
+    }}
+    chain guest {{
+        type filter hook prerouting priority mangle; policy accept;
+        iifname != "{TAP}" return
+        ip daddr {{ {never} }} return
+        udp dport 53 return
+        ip daddr {{ {blocks} }} meta l4proto udp meta mark set {MARK} tproxy to 127.0.0.1:{port}
     }}
 }}
 """

@@ -39,6 +39,10 @@ class NetworkedRuntime(Runtime):
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         return self.inner.capabilities
 
+    @property
+    def pace(self) -> float:  # type: ignore[override]
+        return self.inner.pace
+
     async def probe(self) -> Probe:
         probe = await self.inner.probe()
         if not probe.works:
@@ -67,7 +71,7 @@ class NetworkedRuntime(Runtime):
             raise
 
     async def list(self) -> Sequence[str]:
-        halted = set(await self.inner.halted())
+        halted = {*await self.inner.halted(), *await self.inner.suspended()}
         stray = [sandbox_id for sandbox_id in self.slots.ids() if sandbox_id not in halted]
         return sorted({*(await self.inner.list()), *stray})
 
@@ -87,8 +91,25 @@ class NetworkedRuntime(Runtime):
     async def halted(self) -> Sequence[str]:
         return await self.inner.halted()
 
-    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
-        return await self.inner.commit_halted(sandbox_id, target, parent=parent)
+    async def suspend(self, sandbox_id: str) -> None:
+        await self.inner.suspend(sandbox_id)
+        await self.slots.drop(sandbox_id)
+
+    async def suspended(self) -> Sequence[str]:
+        return await self.inner.suspended()
+
+    async def wake(self, spec: SandboxSpec) -> Instance:
+        networked = await self._connected(spec)
+        try:
+            return await self.inner.wake(networked)
+        except BaseException:
+            await finish(self.slots.drop(spec.sandbox_id))
+            raise
+
+    async def commit_halted(
+        self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        return await self.inner.commit_halted(sandbox_id, target, parent=parent, memory=memory)
 
     def needs(self, layer: Path) -> Path | None:
         return self.inner.needs(layer)

@@ -30,13 +30,18 @@ class Resources:
 class Capabilities:
     """What a runtime can do; the API refuses the rest before acting."""
 
-    memory_snapshot: bool = False
+    memory_snapshot: bool = False  # `commit` with `memory`, `SandboxSpec.memory`, `Runtime.suspend` and `wake`
     pause_keeps_memory: bool = False
     file_snapshot: bool = False  # `Instance.commit`
     halt: bool = False  # `Runtime.halt` and `Runtime.boot`: a pause that keeps files only
     network: bool = False  # `SandboxSpec.network`
     hard_disk_limit: bool = False
+    small_commits: bool = True  # a `commit` with a `parent` costs what changed since, not the whole
     shared_kernel: bool = True  # the host's: root inside may do only what a container may
+
+    @property
+    def own_kernel(self) -> bool:
+        return not self.shared_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,10 @@ class SandboxSpec:
     # A network namespace to join, beside which lie its sysfs (`sys`) and a `resolv.conf`; None: one of its
     # own with nothing in it.
     network: Path | None = None
+    # The topmost layer of `rootfs`, of which the memory is to go on too: it was committed with it, by a runtime that
+    # can (`Capabilities.memory_snapshot`). The sandbox then stands on the layers below, with that one's files as its
+    # own: so the spec of its instance says.
+    memory: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +127,12 @@ class Instance(ABC):
         """Let the processes go on. Idempotent."""
         raise Unsupported(f"{type(self).__name__} cannot resume a sandbox")
 
-    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
+    async def commit(
+        self, target: Path, *, durable: bool = True, parent: Path | None = None, memory: bool = False
+    ) -> int:
         """Write what was changed above `spec.rootfs` to `target`, a new name: an immutable layer for
-        other sandboxes' `Rootfs.layers`. Files only, no memory. Returns its bytes on the host's disk.
+        other sandboxes' `Rootfs.layers`. With `memory` its processes and what they have in memory are kept too, of
+        the same instant, for `SandboxSpec.memory`. Returns its bytes on the host's disk.
 
         All files are from one instant; a running sandbox stands still for that long and then goes
         on, a paused one stays paused. Atomic: on failure nothing is left at `target`. A `durable` layer
@@ -171,8 +183,27 @@ class Runtime(ABC):
         Raises `CreateFailed`, and the sandbox is halted as before."""
         raise Unsupported(f"{type(self).__name__} cannot boot a halted sandbox")
 
-    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
-        """`Instance.commit` of a halted sandbox."""
+    async def suspend(self, sandbox_id: str) -> None:
+        """End a sandbox and keep its disk, its processes and what they have in memory, for `wake`. Idempotent. It
+        survives a boot of the host. Raises `Unsupported` before anything happens, `SandboxError` with the sandbox as
+        it was. Needs `Capabilities.memory_snapshot`."""
+        raise Unsupported(f"{type(self).__name__} cannot suspend a sandbox")
+
+    async def suspended(self) -> Sequence[str]:
+        """Ids of suspended sandboxes, also those of an earlier process or boot of the host. `halt` of one takes its
+        memory away, `commit_halted` copies it."""
+        return []
+
+    async def wake(self, spec: SandboxSpec) -> Instance:
+        """Let a suspended sandbox go on where it stood, with the host's time. `spec` is as for `create`.
+
+        Raises `CreateFailed`, and the sandbox is suspended as before."""
+        raise Unsupported(f"{type(self).__name__} cannot wake a sandbox")
+
+    async def commit_halted(
+        self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        """`Instance.commit` of a halted sandbox; with `memory` of a suspended one."""
         raise Unsupported(f"{type(self).__name__} cannot commit a halted sandbox's files")
 
     def needs(self, layer: Path) -> Path | None:

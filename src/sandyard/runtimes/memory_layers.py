@@ -13,8 +13,9 @@ from sandyard.errors import SandboxError
 Entry = dict[str, Any]  # path, mode, uid, metadata, type, data in base 64
 
 
-def write_layer(target: Path, files: Sequence[Entry], parent: Path | None) -> int:
+def write_layer(target: Path, files: Sequence[Entry], parent: Path | None, *, memory: bool = False) -> int:
     """Keep `files`, parents first; those that `parent` has just so are kept there. Returns the bytes it takes.
+    `memory`: a sandbox's memory goes with them.
 
     Raises `SandboxError`."""
     below = {each["path"]: each for each in read_layer(parent)} if parent is not None else {}
@@ -22,10 +23,17 @@ def write_layer(target: Path, files: Sequence[Entry], parent: Path | None) -> in
     name = parent.name if parent is not None else None
     content = {"parent": name, "files": own, "paths": [each["path"] for each in files]}
     try:
+        if memory:
+            memory_of(target).touch()
         with open(target, "xb") as file:
             return file.write(json.dumps(content).encode())
     except OSError as error:
         raise SandboxError(f"commit to {target}: {error.strerror}") from error
+
+
+def memory_of(layer: Path) -> Path:
+    """The file beside a layer that has a sandbox's memory too."""
+    return layer.with_name(f"{layer.name}.memory")
 
 
 def read_layer(layer: Path) -> list[Entry]:

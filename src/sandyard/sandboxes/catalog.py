@@ -41,7 +41,7 @@ _NAMESPACE = uuid.UUID("6f1cf4e4-6d1c-4e3e-9b67-2f6a1a1c1f5a")  # for build ids 
 @dataclass(frozen=True, slots=True)
 class Build:
     """`status`: waiting, building, ready, error. `config` holds start_cmd, ready_cmd and resources where the
-    build sets them."""
+    build sets them, and memory where the topmost layer has it."""
 
     id: str
     template_id: str
@@ -219,6 +219,7 @@ class Catalog:
             start_cmd=build.config.get("start_cmd"),
             ready_cmd=build.config.get("ready_cmd"),
             resources=Resources(**sizes) if sizes else None,
+            memory=bool(build.config.get("memory")),
         )
 
     # --- writing ---

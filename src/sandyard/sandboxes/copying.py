@@ -1,4 +1,4 @@
-"""Snapshots and forks: sandboxes that start where another one stood, with its files."""
+"""Snapshots and forks: sandboxes that start where another one stood, with its files and where it can be its memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sandyard.errors import Conflict, NotFound, SandyardError, Unsupported
 from sandyard.runtimes.base import Rootfs
 from sandyard.sandboxes.catalog import DEFAULT_TAG, Build, Reference, Template, check_name, check_new_tag
-from sandyard.sandboxes.model import Sandbox
+from sandyard.sandboxes.model import PauseMode, Sandbox
 
 if TYPE_CHECKING:
     from sandyard.sandboxes.manager import SandboxManager
@@ -39,13 +39,19 @@ class Snapshot:
         return [f"{name}:{self.tag}" for name in self.template.names]
 
     @property
+    def memory(self) -> bool:
+        """Whether its sandboxes go on with its processes."""
+        return bool(self.build.config.get("memory"))
+
+    @property
     def source(self) -> str:
         """Id of the sandbox it was taken of."""
         return str(self.build.config.get("source", ""))
 
 
 class Copying:
-    """What is copied is the files; every copy runs its start command anew."""
+    """What is copied is the files and, where the runtime can, the memory. Without memory every copy runs its start
+    command anew."""
 
     def __init__(self, manager: SandboxManager) -> None:
         self._manager = manager
@@ -61,6 +67,11 @@ class Copying:
         if not runtime.capabilities.file_snapshot:
             raise Unsupported(f"runtime {runtime.name} cannot snapshot a sandbox")
 
+    def keeps_memory(self, sandbox: Sandbox) -> bool:
+        """Whether a copy of it, as it is now, has its memory."""
+        can = self._manager.runtime.capabilities.memory_snapshot
+        return can and sandbox.pause_mode is not PauseMode.FILESYSTEM
+
     async def load(self) -> None:
         """After a restart: what a snapshot had come to that nobody was told of is dropped."""
         catalog = self._manager.catalog
@@ -72,7 +83,7 @@ class Copying:
                 await catalog.delete(template)
 
     async def snapshot(self, sandbox: Sandbox, name: str | None = None) -> Snapshot:
-        """Keep the files of a sandbox, running or paused, for others to start from. A `name` that is a snapshot's
+        """Keep the state of a sandbox, running or paused, for others to start from. A `name` that is a snapshot's
         already gets this state in place of the one that had the tag.
 
         Raises `BadRequest` (name), `Conflict` (the name is a template's), `CapacityError` (its tenant has as much
@@ -86,13 +97,13 @@ class Copying:
         below, parent = sandbox.instance.spec.rootfs, self._last_layer(sandbox)
         held = replace(below, layers=[*below.layers, *([parent] if parent else [])])
         with manager.quota.snapshot(sandbox), manager.catalog.new_layer() as path, manager.maker.holding(held):
-            rootfs, size = await self._commit(sandbox, path, durable=True, parent=parent)
+            rootfs, size, memory = await self._commit(sandbox, path, durable=True, parent=parent)
             async with self._naming:  # two of one new name are one snapshot with two states
                 template = self._known(sandbox.tenant, names) or await manager.catalog.add_template(
                     sandbox.tenant, KIND, names, source=sandbox.id
                 )
             try:
-                build = await manager.catalog.put_build(_build(sandbox, template, rootfs, size))
+                build = await manager.catalog.put_build(_build(sandbox, template, rootfs, size, memory))
                 replaced = template.build(tag)
                 await manager.catalog.set_tags(template, build.id, [tag])
             except BaseException:
@@ -109,16 +120,17 @@ class Copying:
         return made
 
     async def fork(self, sandbox: Sandbox, count: int, seconds: float) -> Sequence[Sandbox | SandyardError]:
-        """`count` sandboxes with the files this one has now, each to live `seconds`; for each that did not
-        become one, why. Raises like `snapshot` where not even a copy of the files could be made."""
+        """`count` sandboxes with the state this one has now, each to live `seconds`; for each that did not
+        become one, why. Raises like `snapshot` where not even a copy of the state could be made."""
         manager = self._manager
         manager.check_timeout(seconds)
         self.check(memory=False)
         began = time.monotonic()
         with manager.catalog.new_layer() as path, manager.maker.holding(sandbox.instance.spec.rootfs):
             # Its children do not outlive a crash of the host; one that is halted brings its layers to the disk.
-            rootfs, _ = await self._commit(sandbox, path, durable=False, parent=None)
-            work = [asyncio.create_task(manager.spawn(sandbox, rootfs, seconds)) for _ in range(count)]
+            rootfs, _, memory = await self._commit(sandbox, path, durable=False, parent=None)
+            spawned = (manager.spawn(sandbox, rootfs, seconds, memory=memory) for _ in range(count))
+            work = [asyncio.create_task(child) for child in spawned]
             try:
                 children = await asyncio.gather(*(_outcome(task) for task in work))
             except BaseException:
@@ -147,13 +159,17 @@ class Copying:
             raise NotFound(f"snapshot '{reference}' not found")
         return Snapshot(template, Reference.parse(reference).tag or DEFAULT_TAG, build)
 
-    async def _commit(self, sandbox: Sandbox, path: Path, *, durable: bool, parent: Path | None) -> tuple[Rootfs, int]:
+    async def _commit(
+        self, sandbox: Sandbox, path: Path, *, durable: bool, parent: Path | None
+    ) -> tuple[Rootfs, int, bool]:
+        """What a copy stands on, its bytes, and whether it has the memory."""
         await self._manager.pausing.settle(sandbox)
         if not sandbox.state.alive:
             raise sandbox.death or NotFound(f"sandbox '{sandbox.id}' not found")
         rootfs = sandbox.instance.spec.rootfs
-        size = await sandbox.instance.commit(path, durable=durable, parent=parent)
-        return replace(rootfs, layers=[path, *rootfs.layers]), size
+        memory = self.keeps_memory(sandbox)
+        size = await sandbox.instance.commit(path, durable=durable, parent=parent, memory=memory)
+        return replace(rootfs, layers=[path, *rootfs.layers]), size, memory
 
     def _last_layer(self, sandbox: Sandbox) -> Path | None:
         """What the last snapshot of its disk is, if there is one: the next needs to hold the difference only."""
@@ -188,10 +204,16 @@ def _names(name: str | None) -> tuple[list[str], str]:
     return [check_name(reference.name)], tag
 
 
-def _build(sandbox: Sandbox, template: Template, rootfs: Rootfs, size: int) -> Build:
+def _build(sandbox: Sandbox, template: Template, rootfs: Rootfs, size: int, memory: bool) -> Build:
     sizes = sandbox.resources
     resources = {"cpu": sizes.cpu, "memory_mb": sizes.memory_mb, "disk_mb": sizes.disk_mb, "pids": sizes.pids}
-    config = {**sandbox.start.record(), "resources": resources, "source": sandbox.id, "template": sandbox.template}
+    config: dict[str, Any] = {
+        **sandbox.start.record(),
+        "resources": resources,
+        "source": sandbox.id,
+        "template": sandbox.template,
+    }
+    config |= {"memory": True} if memory else {}
     now = time.time()
     return Build(str(uuid.uuid4()), template.id, "ready", rootfs, config, now, now, None, size)
 

@@ -1,4 +1,4 @@
-"""What stands for the instance of a sandbox that is paused without its memory."""
+"""What stands for the instance of a sandbox that is paused and takes nothing of the host but its disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sandyard.runtimes.base import Death, Instance, Runtime, SandboxSpec, Usage
 
 
 class HaltedInstance(Instance):
-    """No process and no agent, but a disk. It does not die: it is destroyed, or booted."""
+    """No process and no agent, but a disk, and where it is suspended its memory on it. It does not die: it is
+    destroyed, or booted, or woken."""
 
     paused = True
 
@@ -30,5 +31,7 @@ class HaltedInstance(Instance):
     async def usage(self) -> Usage:
         return Usage(memory_bytes=0, memory_cache_bytes=0, cpu_seconds=0.0, disk_bytes=0, pids=0, oom_kills=0)
 
-    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
-        return await self._runtime.commit_halted(self.spec.sandbox_id, target, parent=parent)
+    async def commit(
+        self, target: Path, *, durable: bool = True, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        return await self._runtime.commit_halted(self.spec.sandbox_id, target, parent=parent, memory=memory)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from sandyard.errors import SandyardError
-from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.base import Instance, Resources, Rootfs
 from sandyard.sandboxes.log import SandboxLog
-from sandyard.sandboxes.model import new_id
+from sandyard.sandboxes.model import new_id, new_spec
 from sandyard.sandboxes.pool import Shelf
 from sandyard.sandboxes.starting import StartCommand
 
@@ -58,17 +58,21 @@ class Maker:
             instance = await self._place(shelf)
         if instance is not None:
             return instance, pool.log_of(instance), kind
-        return *await self.make(shelf.rootfs, shelf.key.resources, shelf.start), kind
+        return *await self.make(shelf.rootfs, shelf.key.resources, shelf.start, memory=shelf.memory), kind
 
-    async def make(self, rootfs: Rootfs, resources: Resources, start: StartCommand) -> tuple[Instance, SandboxLog]:
-        """A sandbox that is ready, in a place that was taken; where this fails the place is given back."""
+    async def make(
+        self, rootfs: Rootfs, resources: Resources, start: StartCommand, *, memory: bool = False
+    ) -> tuple[Instance, SandboxLog]:
+        """A sandbox that is ready, in a place that was taken; where this fails the place is given back. With the
+        `memory` of the topmost layer its start command runs in it already."""
         manager = self._manager
         sandbox_id, lines = new_id(), SandboxLog()
         self.creating += 1
         try:
-            instance = await manager.runtime.create(SandboxSpec(sandbox_id, rootfs, resources, sandbox_id))
+            instance = await manager.runtime.create(new_spec(sandbox_id, rootfs, resources, memory=memory))
             try:
-                await manager.starter.run(instance, start, lines)
+                if not memory:
+                    await manager.starter.run(instance, start, lines)
             except BaseException:
                 await asyncio.shield(self._discard(sandbox_id))
                 raise

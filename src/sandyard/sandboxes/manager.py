@@ -28,6 +28,7 @@ from sandyard.sandboxes.copying import KIND, Copying
 from sandyard.sandboxes.expiry import Expiry
 from sandyard.sandboxes.extension import Extension, NoExtension
 from sandyard.sandboxes.graveyard import Graveyard
+from sandyard.sandboxes.halted import HaltedInstance
 from sandyard.sandboxes.leases import Lease, Leases
 from sandyard.sandboxes.log import DeadLogs, SandboxLog
 from sandyard.sandboxes.making import Maker
@@ -35,7 +36,6 @@ from sandyard.sandboxes.model import (
     CreateRequest,
     Defaults,
     OnTimeout,
-    PauseMode,
     Sandbox,
     State,
     TimeoutPolicy,
@@ -179,17 +179,18 @@ class SandboxManager:
             listener(kind, time.monotonic() - started)
         return sandbox
 
-    async def spawn(self, parent: Sandbox, rootfs: Rootfs, seconds: float) -> Sandbox:
-        """A child of `parent`, on `rootfs`: with its settings, an id of its own and none of its processes.
+    async def spawn(self, parent: Sandbox, rootfs: Rootfs, seconds: float, *, memory: bool = False) -> Sandbox:
+        """A child of `parent`, on `rootfs`: with its settings and an id of its own; with the `memory` of the topmost
+        layer, or none of its processes.
 
         Raises `CapacityError`, `CreateFailed`, `HostError`."""
         with self.quota.sandbox(parent.tenant):
-            return await self._spawn(parent, rootfs, seconds)
+            return await self._spawn(parent, rootfs, seconds, memory)
 
-    async def _spawn(self, parent: Sandbox, rootfs: Rootfs, seconds: float) -> Sandbox:
+    async def _spawn(self, parent: Sandbox, rootfs: Rootfs, seconds: float, memory: bool) -> Sandbox:
         started = time.monotonic()
         await self.maker.make_room(parent.resources)
-        instance, lines = await self.maker.make(rootfs, parent.resources, parent.start)
+        instance, lines = await self.maker.make(rootfs, parent.resources, parent.start, memory=memory)
         now = time.time()
         child = replace(
             parent,
@@ -459,7 +460,7 @@ class SandboxManager:
         await self.pausing.settle(sandbox)
         if sandbox.state is not State.PAUSED:
             await self.reaper.kill_quietly(sandbox, "the server was stopped")
-        elif sandbox.pause_mode is PauseMode.FULL:
+        elif not isinstance(sandbox.instance, HaltedInstance):
             try:
                 await self.pausing.forget_memory(sandbox)
             except SandyardError as error:

@@ -24,6 +24,12 @@ def new_id() -> str:
     return base64.b32encode(secrets.token_bytes(13))[:20].decode().lower()
 
 
+def new_spec(sandbox_id: str, rootfs: Rootfs, resources: Resources, *, memory: bool) -> SandboxSpec:
+    """Of a sandbox that is to be made; `memory`: with that of the topmost layer."""
+    kept = rootfs.layers[0] if memory else None
+    return SandboxSpec(sandbox_id, rootfs, resources, hostname=sandbox_id, memory=kept)
+
+
 def _fields(value: Defaults | Resources) -> dict[str, Any]:
     """Like `dataclasses.asdict`, without its deep copies."""
     return {field.name: getattr(value, field.name) for field in fields(value)}

@@ -143,10 +143,12 @@ class Pausing:
         manager.expiry.disarm(sandbox)
         began = time.monotonic()
         try:
-            if memory:
-                await sandbox.instance.pause()
-            else:
+            if not memory:
                 await self._halt(sandbox)
+            elif self._suspends:
+                await self._suspend(sandbox)
+            else:
+                await sandbox.instance.pause()
             sandbox.paused_at = time.time()
             await manager.store.set_paused(sandbox.id, sandbox.paused_at, mode.value)
         except BaseException:
@@ -167,7 +169,7 @@ class Pausing:
         began = time.monotonic()
         try:
             if sandbox.pause_mode is PauseMode.FULL and memory:
-                await sandbox.instance.resume()
+                await (self._wake(sandbox) if self._suspends else sandbox.instance.resume())
             else:
                 await self._halt(sandbox)
                 sandbox.pause_mode = PauseMode.FILESYSTEM
@@ -190,20 +192,40 @@ class Pausing:
         manager.expiry.arm(sandbox)
         sandbox.log.append("booted" if booted else "resumed", seconds=f"{time.monotonic() - began:.3f}")
 
+    @property
+    def _suspends(self) -> bool:
+        """Whether one that is paused with its memory has it on the host's disk, and takes no place."""
+        return self._manager.runtime.capabilities.memory_snapshot
+
     async def _halt(self, sandbox: Sandbox) -> None:
         """End the processes and give the place back. Idempotent."""
-        manager, spec = self._manager, sandbox.instance.spec
-        if not isinstance(sandbox.instance, HaltedInstance):
-            manager.reaper.unwatch(sandbox)
-            await manager.runtime.halt(sandbox.id)
-            sandbox.instance = HaltedInstance(manager.runtime, spec)
-        manager.unplace(sandbox)
+        self._manager.reaper.unwatch(sandbox)
+        await self._manager.runtime.halt(sandbox.id)
+        self._stand_in(sandbox)
+
+    async def _suspend(self, sandbox: Sandbox) -> None:
+        """Bring the processes to the disk and give the place back. Idempotent."""
+        self._manager.reaper.unwatch(sandbox)
+        await self._manager.runtime.suspend(sandbox.id)
+        self._stand_in(sandbox)
+
+    def _stand_in(self, sandbox: Sandbox) -> None:
+        sandbox.instance = HaltedInstance(self._manager.runtime, sandbox.instance.spec)
+        self._manager.unplace(sandbox)
+
+    async def _wake(self, sandbox: Sandbox) -> None:
+        await self._place(sandbox)
+        self._take(sandbox, await self._manager.runtime.wake(sandbox.instance.spec))
+        await self._manager.permit(sandbox)
+
+    async def _place(self, sandbox: Sandbox) -> None:
+        if not sandbox.placed:
+            await self._manager.maker.make_room(sandbox.resources)
+            sandbox.placed = True
 
     async def _boot(self, sandbox: Sandbox) -> None:
         manager = self._manager
-        if not sandbox.placed:
-            await manager.maker.make_room(sandbox.resources)
-            sandbox.placed = True
+        await self._place(sandbox)
         self._take(sandbox, await manager.runtime.boot(sandbox.instance.spec))
         await manager.permit(sandbox)
         if sandbox.start:
@@ -222,6 +244,9 @@ class Pausing:
             if sandbox.id in await self._manager.runtime.halted():
                 await self._halt(sandbox)
                 await self._boot(sandbox)
+            elif sandbox.id in await self._manager.runtime.suspended():
+                await self._suspend(sandbox)
+                await self._wake(sandbox)
             else:
                 await sandbox.instance.resume()
                 self._manager.reaper.watch(sandbox)
@@ -239,6 +264,8 @@ class Pausing:
         try:
             if sandbox.pause_mode is PauseMode.FILESYSTEM:
                 await self.forget_memory(sandbox)
+            elif self._suspends:
+                await self._suspend(sandbox)
             else:
                 await sandbox.instance.pause()
         except SandyardError as error:

@@ -30,7 +30,7 @@ from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, Sandbox
 from sandyard.sandboxes.admission import Admission
 from sandyard.sandboxes.demand import BREATH, Demand
 from sandyard.sandboxes.log import SandboxLog
-from sandyard.sandboxes.model import new_id
+from sandyard.sandboxes.model import new_id, new_spec
 from sandyard.sandboxes.starting import NO_START, StartCommand, Starter
 from sandyard.sandboxes.templates import TemplateView
 
@@ -59,6 +59,7 @@ class Shelf:
     retry_at: float = 0.0
     start: StartCommand = NO_START
     lasting: bool = False  # `pool.low` wait here, wanted or not
+    memory: bool = False  # that of the topmost layer goes on
     passing: bool = False  # of a snapshot: nothing waits here but for bursts, and it goes when it is empty
     dropped: bool = False  # its build is no more: what is still being made for it goes
 
@@ -180,7 +181,8 @@ class WarmPool:
         found = self._shelves.get(key)
         if found is None:
             start = StartCommand(template.start_cmd, template.ready_cmd)
-            found = Shelf(key, template.rootfs, Demand(self._settings.half_life), start=start, passing=passing)
+            demand = Demand(self._settings.half_life)
+            found = Shelf(key, template.rootfs, demand, start=start, memory=template.memory, passing=passing)
             if keep:
                 self._shelves[key] = found
         return found
@@ -321,7 +323,7 @@ class WarmPool:
 
     async def _make(self, shelf: Shelf) -> None:
         sandbox_id = new_id()
-        spec = SandboxSpec(sandbox_id, shelf.rootfs, shelf.key.resources, hostname=sandbox_id)
+        spec = new_spec(sandbox_id, shelf.rootfs, shelf.key.resources, memory=shelf.memory)
         instance = None
         began = self._clock()
         try:
@@ -349,7 +351,8 @@ class WarmPool:
         instance = await self._runtime.create(spec)
         log = SandboxLog()
         try:
-            await self._starter.run(instance, start, log)
+            if spec.memory is None:  # else it has run already
+                await self._starter.run(instance, start, log)
         except BaseException:
             await asyncio.shield(self._destroy(spec.sandbox_id))
             raise

@@ -1,7 +1,7 @@
 """At start: what an earlier server left behind is adopted if it was promised to somebody, else destroyed.
 
 A move between running and paused that the earlier server did not finish is finished, in the direction that
-loses nothing: what was frozen but not recorded as paused runs, what was halted is paused.
+loses nothing: what was frozen but not recorded as paused runs, what was halted or suspended is paused.
 """
 
 from __future__ import annotations
@@ -33,24 +33,27 @@ async def recover(manager: SandboxManager) -> Sequence[Sandbox]:
     A warm sandbox was promised to nobody, so it is destroyed too."""
     records = {record.id: record for record in await manager.store.living()}
     halted = set(await manager.runtime.halted())
-    present = set(await manager.runtime.list()) | halted
+    suspended = set(await manager.runtime.suspended()) - halted
+    present = set(await manager.runtime.list()) | halted | suspended
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(sandbox_id: str) -> Sandbox | None:
         async with gate:
-            record = records.get(sandbox_id)
-            return await _one(manager, sandbox_id, record, sandbox_id in present, sandbox_id in halted)
+            kept = PauseMode.FULL if sandbox_id in suspended else None
+            kept = PauseMode.FILESYSTEM if sandbox_id in halted else kept
+            return await _one(manager, sandbox_id, records.get(sandbox_id), sandbox_id in present, kept)
 
     found = await asyncio.gather(*(one(sandbox_id) for sandbox_id in present | records.keys()))
     return [sandbox for sandbox in found if sandbox is not None]
 
 
 async def _one(
-    manager: SandboxManager, sandbox_id: str, record: SandboxRecord | None, present: bool, halted: bool
+    manager: SandboxManager, sandbox_id: str, record: SandboxRecord | None, present: bool, kept: PauseMode | None
 ) -> Sandbox | None:
+    """`kept`: what there is of one that has no processes."""
     doom = _doom(manager, record)
     if record is not None and present and doom is None:
-        found = await _halted(manager, record) if halted else await _adopted(manager, record)
+        found = await _adopted(manager, record) if kept is None else await _halted(manager, record, kept)
         if found is not None:
             return found
     reason, detail = doom or (DeathReason.HOST, "it did not outlive a restart of the server")
@@ -72,7 +75,7 @@ async def _adopted(manager: SandboxManager, record: SandboxRecord) -> Sandbox | 
             await _run(instance)
         elif record.pause_mode == PauseMode.FILESYSTEM:
             await manager.runtime.halt(record.id)  # a resume was under way, and nobody was told of it
-            return await _halted(manager, record)
+            return await _halted(manager, record, PauseMode.FILESYSTEM)
         else:
             await instance.pause()
             _set_paused(sandbox, record, PauseMode.FULL)
@@ -87,13 +90,22 @@ async def _run(instance: Instance) -> None:
         await instance.resume()
 
 
-async def _halted(manager: SandboxManager, record: SandboxRecord) -> Sandbox:
-    """One with nothing but its disk, whatever the record says."""
+async def _halted(manager: SandboxManager, record: SandboxRecord, mode: PauseMode) -> Sandbox | None:
+    """One with nothing but its disk, and its memory on it if it is suspended, whatever the record says."""
+    try:
+        if mode is PauseMode.FULL and record.pause_mode == PauseMode.FILESYSTEM:
+            await manager.runtime.halt(record.id)  # its memory was to go
+            mode = PauseMode.FILESYSTEM
+        elif mode is PauseMode.FULL:
+            await manager.runtime.suspend(record.id)  # what is left of a move that was not finished
+    except SandyardError as error:
+        log.error("sandbox could not be taken over", sandbox=record.id, error=str(error))
+        return None
     sandbox = Sandbox.adopted(record, HaltedInstance(manager.runtime, Sandbox.spec_of(record)))
-    _set_paused(sandbox, record, PauseMode.FILESYSTEM)
+    _set_paused(sandbox, record, mode)
     sandbox.placed = False
-    if record.state != State.PAUSED or record.pause_mode != PauseMode.FILESYSTEM:
-        await manager.store.set_paused(record.id, sandbox.paused_at or time.time(), PauseMode.FILESYSTEM.value)
+    if record.state != State.PAUSED or record.pause_mode != mode:
+        await manager.store.set_paused(record.id, sandbox.paused_at or time.time(), mode.value)
     return sandbox
 
 

@@ -15,7 +15,7 @@ class TemplateView:
 
     `name` is what people call it, its id where it has no name. `build_id` is a UUID. `resources` None:
     the node's default. The start command runs in every sandbox made from it; a sandbox is ready when
-    the ready command succeeds."""
+    the ready command succeeds. `memory`: the topmost layer was committed with its memory, in which it runs already."""
 
     name: str
     template_id: str
@@ -27,6 +27,7 @@ class TemplateView:
     ready_cmd: str | None = None
     resources: Resources | None = None
     aliases: Sequence[str] = ()
+    memory: bool = False
 
 
 class TemplateSource(Protocol):

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from sandyard.config import bare_domain
 from sandyard.errors import AgentLinkError, CapacityError, NotFound, SandboxDied, SandyardError
 from sandyard.sandboxes import Sandbox, SandboxManager
-from sandyard.sandboxes.model import PauseMode
+from sandyard.sandboxes.halted import HaltedInstance
 from sandyard.server.envd.call import Aborted, Call, Guest
 from sandyard.server.envd.memory import MemoryWatch
 from sandyard.server.envd.router import EnvdRouter
@@ -148,8 +148,10 @@ class DataPlane:
             guest.die()
 
     def _paused(self, sandbox: Sandbox) -> None:
-        """With its memory it keeps all that hangs on its processes; without, nothing of that is left."""
-        if sandbox.pause_mode is PauseMode.FILESYSTEM and (guest := self._guests.pop(sandbox.id, None)) is not None:
+        """Where it only stands still it keeps all that hangs on its processes. Of one that has none, or whose link
+        is gone, nothing of that is left: whoever asks for a process later is attached to it anew."""
+        halted = isinstance(sandbox.instance, HaltedInstance)
+        if halted and (guest := self._guests.pop(sandbox.id, None)) is not None:
             guest.die()
 
 

@@ -206,7 +206,7 @@ async def _successive(kit: Kit, home: Path, count: int) -> tuple[list[Path], lis
     return layers, sizes
 
 
-@check("a commit above an earlier one costs what changed, and is whole", own=True, needs="file_snapshot")
+@check("a commit above an earlier one costs what changed, and is whole", own=True, needs="small_commits")
 async def _increments(kit: Kit) -> None:
     await kit.output("mkdir /data; head -c 16777216 /dev/urandom > /data/big; echo x > /data/gone")
     async with _layers() as home:

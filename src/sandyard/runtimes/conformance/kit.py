@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from sandyard.errors import GuestError, GuestErrorCode
@@ -13,6 +14,13 @@ from sandyard.guest.base import Agent, Channel, ExitStatus, Process, ProcessSpec
 from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, SandboxSpec
 
 COMMAND_TIMEOUT = 30.0
+PACE: ContextVar[float] = ContextVar("PACE", default=1.0)
+"""`Runtime.pace` of the runtime under check."""
+
+
+def patience(seconds: float) -> float:
+    """A time limit, as long as this runtime may take for it."""
+    return seconds * PACE.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class Kit:
     ) -> Ran:
         """Run a command to its end; a string is a bash script."""
         began = time.monotonic()
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(patience(timeout)):
             process = await self.start(command, user=user, cwd=cwd, env=env, stdin=stdin is not None, agent=agent)
             feeding = asyncio.ensure_future(_feed(process, stdin))
             out, err = await collect(process)
@@ -105,7 +113,7 @@ async def collect(process: Process) -> tuple[bytes, bytes]:
 async def read_until(process: Process, mark: bytes, timeout: float = 10.0) -> bytes:
     """Output up to and including `mark`; the rest of it is given up."""
     seen = bytearray()
-    async with asyncio.timeout(timeout):
+    async with asyncio.timeout(patience(timeout)):
         async for _, data in process.output():
             seen += data
             if mark in seen:
@@ -125,7 +133,7 @@ async def refused(work: Awaitable[object], *codes: GuestErrorCode) -> None:
 
 async def eventually(condition: Callable[[], Awaitable[bool]], what: str, timeout: float = 5.0) -> None:
     """Wait for a condition that becomes true on its own."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + patience(timeout)
     while not await condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {timeout} s")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sandyard.errors import AgentLinkError, CreateFailed, DeathReason
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
-from sandyard.runtimes.conformance.kit import Kit, eventually, expect
+from sandyard.runtimes.conformance.kit import Kit, eventually, expect, patience
 from sandyard.runtimes.conformance.runner import check
 
 
@@ -80,7 +80,7 @@ async def _destroy_busy(kit: Kit) -> None:
     await asyncio.sleep(0.2)
     began = time.monotonic()
     await kit.runtime.destroy(busy.spec.sandbox_id)
-    expect(time.monotonic() - began < 2, f"took {time.monotonic() - began:.1f} s")
+    expect(time.monotonic() - began < patience(2), f"took {time.monotonic() - began:.1f} s")
 
 
 @check("nothing is left after destroy")
@@ -109,7 +109,7 @@ async def _killed(kit: Kit) -> None:
     await asyncio.sleep(0.05)
     expect(not any(waiter.done() for waiter in waiters), "dead before it was destroyed")
     await kit.runtime.destroy(spec.sandbox_id)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         deaths = await asyncio.gather(*waiters, sandbox.wait_dead())
     expect(all(death.reason is DeathReason.KILLED for death in deaths), f"heard {deaths}")
 
@@ -123,7 +123,7 @@ async def _in_flight(kit: Kit) -> None:
     await asyncio.sleep(0.05)
     await kit.runtime.destroy(spec.sandbox_id)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(patience(5)):
             await waiting
     except AgentLinkError:
         return

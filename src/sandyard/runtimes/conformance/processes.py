@@ -10,7 +10,7 @@ import time
 
 from sandyard.errors import GuestError, GuestErrorCode
 from sandyard.guest.base import ProcessSpec, PtySize
-from sandyard.runtimes.conformance.kit import Kit, collect, eventually, expect, read_until, refused
+from sandyard.runtimes.conformance.kit import Kit, collect, eventually, expect, patience, read_until, refused
 from sandyard.runtimes.conformance.runner import check
 
 MIB = 1 << 20
@@ -111,7 +111,7 @@ async def _kill_tree(kit: Kit) -> None:
     seen = await read_until(process, b"partial")
     await asyncio.sleep(0.3)
     await process.signal(signal.SIGKILL)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patience(5)):
         status = await process.wait()
     expect(seen == b"partial\n" and status.signal == signal.SIGKILL, f"got {seen!r} and {status}")
 
@@ -124,7 +124,7 @@ async def _kill_tree(kit: Kit) -> None:
 @check("a background child does not hang a command")
 async def _background(kit: Kit) -> None:
     ran = await kit.run("sleep 4.321 & echo done", timeout=4)
-    expect(ran.stdout == b"done\n" and ran.seconds < 2, f"took {ran.seconds:.1f} s and gave {ran.stdout!r}")
+    expect(ran.stdout == b"done\n" and ran.seconds < patience(2), f"took {ran.seconds:.1f} s and gave {ran.stdout!r}")
     alive = await kit.output("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[4].321'")
     expect(alive == "1", "the child was killed")
 
@@ -223,7 +223,7 @@ async def _no_command(kit: Kit) -> None:
 async def _signal(kit: Kit) -> None:
     process = await kit.start("trap 'echo caught; exit 3' TERM; echo ready; while :; do sleep 0.05; done")
     seen = bytearray()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         async for _, data in process.output():
             seen += data
             if seen == b"ready\n":
@@ -255,7 +255,7 @@ async def _pty(kit: Kit) -> None:
     script = "trap 'stty size; exit 0' WINCH; stty size; read word; echo got:$word; while :; do sleep 0.05; done"
     process = await kit.start(script, pty=PtySize(rows=30, cols=100), env={"TERM": "xterm-256color"})
     seen = bytearray()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         async for _, data in process.output():
             fresh = bytes(seen)
             seen += data
@@ -271,13 +271,13 @@ async def _pty(kit: Kit) -> None:
 async def _interrupt(kit: Kit) -> None:
     process = await kit.start("echo ready; exec sleep 60", pty=PtySize(24, 80))
     began = time.monotonic()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         async for _, data in process.output():
             if b"ready" in data:
                 await asyncio.sleep(0.1)
                 await process.write_stdin(b"\x03")
         status = await process.wait()
-    expect(status.signal == signal.SIGINT and time.monotonic() - began < 5, f"gave {status}")
+    expect(status.signal == signal.SIGINT and time.monotonic() - began < patience(5), f"gave {status}")
 
 
 @check("a process outlives its link and can be attached")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from sandyard.errors import SandyardError
 from sandyard.runtimes.base import Capabilities, Instance, Rootfs, Runtime, SandboxSpec
-from sandyard.runtimes.conformance.kit import Kit
+from sandyard.runtimes.conformance.kit import PACE, Kit, patience
 
 CHECK_TIMEOUT = 60.0
 
@@ -65,6 +65,7 @@ async def run_conformance(
     results, not exceptions; every sandbox made is destroyed.
     """
     await runtime.probe()
+    PACE.set(runtime.pace)
     shared = _Shared(runtime, rootfs)
     results: list[CheckResult] = []
     try:
@@ -122,13 +123,13 @@ async def _run_one(each: Check, runtime: Runtime, rootfs: Rootfs, shared: _Share
         return result(None, f"the runtime does not declare {each.needs}")
     made: list[str] = []
     try:
-        async with asyncio.timeout(CHECK_TIMEOUT):
+        async with asyncio.timeout(patience(CHECK_TIMEOUT)):
             kit = Kit(runtime, rootfs, await shared.get(), made)
             if each.own:
                 kit.sandbox = await kit.make()
             await each.run(kit)
     except TimeoutError:
-        return result(False, f"not done within {CHECK_TIMEOUT:.0f} s")
+        return result(False, f"not done within {patience(CHECK_TIMEOUT):.0f} s")
     except Exception as error:  # noqa: BLE001 — whatever a check raises is its result
         where = traceback.extract_tb(error.__traceback__)[-1]
         return result(False, f"{error or type(error).__name__} ({where.name}:{where.lineno})")

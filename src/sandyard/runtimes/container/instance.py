@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sandyard.errors import AgentLinkError, DeathReason
+from sandyard.errors import AgentLinkError, DeathReason, Unsupported
 from sandyard.guest.base import Agent
 from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
 
@@ -71,7 +71,11 @@ class ContainerInstance(Instance):
     async def resume(self) -> None:
         await self._runtime.resume(self)
 
-    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
+    async def commit(
+        self, target: Path, *, durable: bool = True, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        if memory:
+            raise Unsupported("a container cannot be committed with its memory")
         return await self._runtime.commit(self, target, durable=durable, parent=parent)
 
     def kill(self) -> None:

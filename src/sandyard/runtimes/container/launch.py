@@ -71,7 +71,7 @@ class Start:
         if self.used:
             steps += ["--renew", str(disk / "work")]
         else:
-            for name, text in _etc_files(self.spec).items():
+            for name, text in etc_files(self.spec).items():
                 steps += ["--write", str(disk / "upper" / "etc" / name), str(self.uid_base), text]
         for layer in self.spec.rootfs.layers:
             steps += ["--lower", str(layer)] if layer.is_dir() else ["--layer", str(layer), str(self.mounts / "layer")]
@@ -179,7 +179,7 @@ def _last_error(log: Path, code: int) -> str:
         return lines[-1].strip()
 
 
-def _etc_files(spec: SandboxSpec) -> dict[str, str]:
+def etc_files(spec: SandboxSpec) -> dict[str, str]:
     """Files every sandbox needs for itself: sudo asks hosts, resolvers stop at once without a server."""
     hosts = f"127.0.0.1\tlocalhost {spec.hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
     resolver = spec.network.with_name("resolv.conf").read_text() if spec.network else "# no network\n"

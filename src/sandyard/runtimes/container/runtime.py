@@ -251,7 +251,11 @@ class ContainerRuntime(Runtime):
             self._instances[sandbox_id] = instance
             return instance
 
-    async def commit_halted(self, sandbox_id: str, target: Path, *, parent: Path | None = None) -> int:
+    async def commit_halted(
+        self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        if memory:
+            raise Unsupported("a halted container has no memory")
         async with self._lock(sandbox_id):
             halt = self.halts.get(sandbox_id)
             if halt is None or not halt.complete:

@@ -24,6 +24,7 @@ from sandyard.runtimes.microvm.modules import Modules
 
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 _REMEDY = "run: sandyard setup microvm"
+_MAGIC_AT = 0x202  # of the boot protocol, in a bzImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def load_assets(settings: Settings) -> Assets:
     except FileNotFoundError as error:
         raise HostError("the microVM runtime is not set up", remedy=_REMEDY) from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise HostError(f"{layout.assets}/manifest.json: {error}", remedy=_REMEDY) from error
+        raise HostError(f"{layout.assets}/manifest.json is damaged ({error})", remedy=_REMEDY) from error
     for path in (found.kernel, found.initrd):
         if not path.is_file():
             raise HostError(f"{path} is missing", remedy=_REMEDY)
@@ -75,7 +76,7 @@ def _make(settings: Settings) -> Assets:
             raise HostError("microvm.kernel is set without microvm.modules", remedy="set both, or neither")
         kernel, modules = settings.microvm.kernel, settings.microvm.modules
     else:
-        kernel, modules = _packaged(layout.assets / "kernels")
+        kernel, modules = packaged_kernel(layout.assets / "kernels")
     agent = agent_binary().read_bytes()
     initrd = ram_disk(agent, modules)
     content = _read(kernel)
@@ -105,8 +106,9 @@ def ram_disk(agent: bytes, modules: Path) -> bytes:
     return archive.finish()
 
 
-def _packaged(kernels: Path) -> tuple[Path, Path]:
-    """The kernel and modules of the distribution's package, downloaded and unpacked at most once."""
+def packaged_kernel(kernels: Path) -> tuple[Path, Path]:
+    """The kernel and `lib/modules/VERSION` of the distribution's package, downloaded and unpacked below `kernels`
+    at most once. Blocking. Raises `HostError`."""
     found = sorted(kernels.glob("*/boot/vmlinuz-*"))
     if not found:
         _download(kernels)
@@ -157,9 +159,12 @@ def _run(command: list[str], cwd: str | None = None) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise HostError(f"microvm.kernel {path}: {error.strerror}", remedy="set it to a bzImage") from error
+    if content[_MAGIC_AT : _MAGIC_AT + 4] != b"HdrS":
+        raise HostError(f"microvm.kernel {path} is not a bzImage", remedy="set it to the vmlinuz of a distribution")
+    return content
 
 
 def _digest(content: bytes) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from ipaddress import IPv4Network
+
 from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.container.launch import etc_files
 
 _MAX = (1 << 20) - 4096
 _ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
@@ -10,20 +14,35 @@ PROBE = b"P\0\0".ljust(4096, b"\0")
 """Boot, answer, mount nothing."""
 
 
-def configuration(spec: SandboxSpec, layers: int, *, used: bool) -> bytes:
-    """`layers`: how many lie above the base. `used`: on the disk it had, whose files are left alone.
+def configuration(spec: SandboxSpec, layers: int, subnet: IPv4Network, *, used: bool) -> bytes:
+    """`layers`: how many lie above the base. `subnet`: of the guest and its gateway, if it has a network.
+    `used`: on the disk it had, whose files are left alone.
 
     Raises `ValueError` for an environment that is too big."""
-    records = [f"l{layers}", f"p{spec.resources.pids}", f"m{spec.resources.memory_mb << 20}", f"h{spec.hostname}"]
-    records += [f"e{name}={value}" for name, value in {**_ENV, **spec.rootfs.env}.items()]
-    if not used:
-        records += ["d/etc", *(part for name, text in _files(spec).items() for part in (f"f/etc/{name}", f"t{text}"))]
-    content = b"".join(record.encode() + b"\0" for record in records) + b"\0"
+    content = encode([f"l{layers}", *settings_of(spec, subnet), *([] if used else _files(spec))])
     if len(content) > _MAX:
         raise ValueError(f"its environment takes {len(content)} bytes, where {_MAX} are the most")
     return content.ljust(-(-len(content) // 4096) * 4096, b"\0")
 
 
-def _files(spec: SandboxSpec) -> dict[str, str]:
-    hosts = f"127.0.0.1\tlocalhost {spec.hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
-    return {"hosts": hosts, "hostname": f"{spec.hostname}\n", "resolv.conf": "# no network\n"}
+def settings_of(spec: SandboxSpec, subnet: IPv4Network) -> list[str]:
+    """The records that a guest may also be told later."""
+    records = [f"p{spec.resources.pids}", f"m{spec.resources.memory_mb << 20}", f"h{spec.hostname}", "E"]
+    records += [f"e{name}={value}" for name, value in {**_ENV, **spec.rootfs.env}.items()]
+    if spec.network is not None:
+        records.append(f"n{subnet[2]}/{subnet.prefixlen} {subnet[1]}")
+    return records
+
+
+def introduction(spec: SandboxSpec, subnet: IPv4Network) -> bytes:
+    """What a copy of a guest is told, to be the sandbox of `spec`."""
+    return encode([*settings_of(spec, subnet), *_files(spec)])
+
+
+def _files(spec: SandboxSpec) -> list[str]:
+    files = etc_files(spec).items()
+    return ["d/etc", *(part for name, text in files for part in (f"f/etc/{name}", f"t{text}"))]
+
+
+def encode(records: Sequence[str]) -> bytes:
+    return b"".join(record.encode() + b"\0" for record in records) + b"\0"

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from sandyard.runtimes.microvm.runtime import MicroVMRuntime
 
 _ENDED = ("shutdown", "guest-panicked", "internal-error")
-_GROUP = "/sys/fs/cgroup/sandbox"
-_FILE_MAX = 8192
 
 
 class MicroVMInstance(Instance):
@@ -35,6 +33,7 @@ class MicroVMInstance(Instance):
         self._agent: LinkAgent | None = None
         self._pidfd = pidfd
         self._runtime = runtime
+        self._host = runtime.host
         self._killed = False
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -77,22 +76,14 @@ class MicroVMInstance(Instance):
         return await asyncio.shield(self._death)
 
     async def usage(self) -> Usage:
-        """Memory and processes as the guest's kernel counts them, CPU as the host's does."""
-        home = self._runtime.layout.disk(self.spec.sandbox_id)
-        host = await asyncio.to_thread(self._runtime.cgroups.read, self.spec.sandbox_id)
-        taken = await asyncio.to_thread(disk.used_bytes, home)
+        """Memory, disk and processes as the guest's kernel counts them, CPU as the host's does."""
+        home = self._host.layout.disk(self.spec.sandbox_id)
+        host = await asyncio.to_thread(self._host.cgroups.read, self.spec.sandbox_id)
         if self.paused:
+            taken = await asyncio.to_thread(disk.used_bytes, home)
             return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
-        names = ("memory.current", "memory.stat", "memory.events", "pids.current")
-        current, stat, events, pids = await asyncio.gather(*(self._counter(name) for name in names))
-        return Usage(
-            memory_bytes=_number(current),
-            memory_cache_bytes=_field(stat, "file"),
-            cpu_seconds=host.cpu_seconds,
-            disk_bytes=taken,
-            pids=_number(pids),
-            oom_kills=_field(events, "oom_kill"),
-        )
+        use = await self.agent.use()
+        return Usage(use.memory, use.cache, host.cpu_seconds, use.disk, use.pids, use.oom_kills)
 
     async def pause(self) -> None:
         await self._runtime.pause(self)
@@ -100,8 +91,10 @@ class MicroVMInstance(Instance):
     async def resume(self) -> None:
         await self._runtime.resume(self)
 
-    async def commit(self, target: Path, *, durable: bool = True, parent: Path | None = None) -> int:
-        return await self._runtime.commit(self, target, durable=durable)
+    async def commit(
+        self, target: Path, *, durable: bool = True, parent: Path | None = None, memory: bool = False
+    ) -> int:
+        return await self._runtime.commit(self, target, durable=durable, parent=parent, memory=memory)
 
     def kill(self) -> None:
         """Send SIGKILL to the VMM; with it goes everything in the guest."""
@@ -125,10 +118,6 @@ class MicroVMInstance(Instance):
         """The end of what the guest's kernel said."""
         said = await self.control.execute("ringbuf-read", {"device": "console", "size": 4096, "format": "utf8"})
         return str(said)
-
-    async def _counter(self, name: str) -> str:
-        chunks = [chunk async for chunk in self.agent.read_file(f"{_GROUP}/{name}", 0, _FILE_MAX)]
-        return b"".join(chunks).decode(errors="replace")
 
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
         if name in ("SHUTDOWN", "GUEST_PANICKED"):
@@ -159,9 +148,9 @@ class MicroVMInstance(Instance):
     def _why(self) -> Death:
         if self._killed:
             return Death(DeathReason.KILLED)
-        if self._runtime.cgroups.read(self.spec.sandbox_id).oom_kills:
+        if self._host.cgroups.read(self.spec.sandbox_id).oom_kills:
             return Death(DeathReason.OOM, "the VMM went beyond what the host allows it")
-        return Death(DeathReason.HOST, f"the VMM ({self.pid}) was ended: {self._runtime.said(self.spec.sandbox_id)}")
+        return Death(DeathReason.HOST, f"the VMM ({self.pid}) was ended: {self._host.said(self.spec.sandbox_id)}")
 
     def _close_pidfd(self) -> None:
         if self._pidfd >= 0:
@@ -177,15 +166,3 @@ def _death_of(how: str, console: str) -> Death:
         reason = DeathReason.OOM if "Out of memory" in panic or "out of memory" in panic else DeathReason.CRASHED
         return Death(reason, panic[-300:])
     return Death(DeathReason.CRASHED, f"the guest ended: {how}" + (f" ({lines[-1][-200:]})" if lines else ""))
-
-
-def _number(text: str) -> int:
-    return int(text) if text.strip().isdigit() else 0
-
-
-def _field(text: str, name: str) -> int:
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return _number(value)
-    return 0

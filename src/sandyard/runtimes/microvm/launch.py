@@ -17,28 +17,43 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandyard.errors import CreateFailed, SandboxError
+from sandyard.runtimes.microvm.machine import TAP
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OWN = Path("/vm")
 SHARED = Path("/shared")
-# $1 the VMM's directory, $2 user, $3 the device of the accelerator or nothing, then groups up to `--`, then
-# pairs of a host's file and its name below /shared up to `--`, then the command.
+# $1 the VMM's directory, $2 user, $3 the device of the accelerator or nothing, $4 the address of the host's end
+# of its interface or nothing, then groups up to `--`, then pairs of a host's file and its name below /shared
+# up to `--`, then the command.
 _SCRIPT = """
 set -e
-own=$1 user=$2 device=$3
-shift 3
+own=$1 user=$2 device=$3 gate=$4
+shift 4
+if [ -n "$gate" ]; then
+    for link in eth0 TAP; do ! ip link show $link >/dev/null 2>&1 || ip link delete $link; done
+    ip tuntap add dev TAP mode tap user $user
+    ip address add $gate dev TAP
+    ip link set TAP up
+    # The listeners behind it are on loopback.
+    echo 1 > /proc/sys/net/ipv4/conf/TAP/route_localnet
+    device="$device net/tun"
+fi
 while [ "$1" != -- ]; do echo 0 > "$1/cgroup.procs"; shift; done
 shift
 root=/mnt
 mount -t tmpfs -o mode=755,size=1m,nosuid vmm $root
-mkdir $root/usr $root/dev $root/vm $root/shared $root/tmp
+mkdir $root/usr $root/dev $root/dev/net $root/vm $root/shared $root/tmp
 for link in bin sbin lib lib64; do
     if [ -L /$link ]; then ln -s usr/$link $root/$link
     elif [ -d /$link ]; then mkdir $root/$link; mount --bind /$link $root/$link; fi
 done
 mount --bind /usr $root/usr
 mount -o remount,bind,ro,nosuid,nodev $root/usr
-for name in null zero urandom $device; do : > $root/dev/$name; mount --bind /dev/$name $root/dev/$name; done
+for name in null zero urandom; do : > $root/dev/$name; mount --bind /dev/$name $root/dev/$name; done
+for name in $device; do  # a node of its own: the host's may be for root only
+    mknod -m 600 $root/dev/$name c $(stat -c '0x%t 0x%T' /dev/$name)
+    chown $user $root/dev/$name
+done
 while [ "$1" != -- ]; do
     : > "$root/shared/$2"
     mount --bind "$1" "$root/shared/$2"
@@ -50,7 +65,7 @@ mount --bind "$own" $root/vm
 mount -o remount,ro $root
 cd /
 exec chroot --userspec="$user:$user" --groups="$user" $root "$@"
-"""
+""".replace("TAP", TAP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +79,7 @@ class VmStart:
     log: Path
     device: str = ""
     network: Path | None = None
+    gate: str = ""  # the address, with its prefix, of the host's end of the interface
 
 
 def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -74,7 +90,7 @@ def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int])
     spaces = [*where, "unshare", "--mount", "--ipc", *([] if plan.network else ["--net"])]
     shared = [part for name, path in plan.shared.items() for part in (str(path), name)]
     groups = [str(group) for group in plan.groups]
-    arguments = [str(plan.own), str(plan.uid), plan.device, *groups, "--", *shared, "--", *command]
+    arguments = [str(plan.own), str(plan.uid), plan.device, plan.gate, *groups, "--", *shared, "--", *command]
     try:
         with open(plan.log, "wb") as log:
             process = subprocess.Popen(

@@ -41,6 +41,15 @@ class Layout:
         return self.assets / "sandboxes"
 
     @property
+    def memories(self) -> Path:
+        """Of sandboxes: what no VMM may touch."""
+        return self.assets / "memory"
+
+    @property
+    def bases(self) -> Path:
+        return self.assets / "bases"
+
+    @property
     def homes(self) -> Path:
         return self.run / "microvm"
 
@@ -53,6 +62,9 @@ class Layout:
 
     def disk(self, sandbox_id: str) -> Path:
         return self.disks / sandbox_id
+
+    def memory(self, sandbox_id: str) -> Path:
+        return self.memories / sandbox_id
 
     def agent_socket(self, sandbox_id: str) -> Path:
         return self.home(sandbox_id) / "agent"
@@ -70,7 +82,7 @@ class Layout:
         if len(os.fsencode(self.agent_socket("x" * _ID_LENGTH))) > _SOCKET_LIMIT:
             raise HostError(f"paths.run {self.run} is too long for Unix sockets", remedy="set a shorter paths.run")
         try:
-            for path in (self.homes, self.assets, self.images, self.disks):
+            for path in (self.homes, self.assets, self.images, self.disks, self.memories, self.bases):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise HostError(f"paths: {error}", remedy="run as root or set paths.run and paths.state") from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+TAP = "tap0"
 Accel = Literal["kvm", "tcg"]
 RINGBUF = 65536  # bytes of console that are kept
 _TB_MB = 64  # translated code, under TCG
@@ -15,6 +16,15 @@ _TYPES: dict[str, str] = {
     "kvm": "microvm,pit=off,pic=off,rtc=on",
     "tcg": "q35,hpet=on,sata=off,smbus=off,usb=off",
 }
+
+
+def machine_type(accel: Accel) -> str:
+    """With its options."""
+    return _TYPES[accel]
+
+
+def cpu_model(accel: Accel) -> str:
+    return "host" if accel == "kvm" else "max"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +41,8 @@ class Drive:
 class Machine:
     """Everything a VMM is started with. Paths are as the VMM sees them; the sockets are open descriptors.
 
-    `memory_path` is the file the RAM lies in (None: anonymous); with `private` it is only read, and
-    pages that the guest changes are the process's own. `incoming` waits for a state to be loaded."""
+    `incoming` waits for a state to be loaded. `tap`: it has
+    an interface, whose other end is `TAP`."""
 
     binary: str
     accel: Accel
@@ -43,23 +53,21 @@ class Machine:
     agent_fd: int
     qmp_fd: int
     drives: Sequence[Drive] = ()
-    memory_path: Path | None = None
-    private: bool = False
     incoming: bool = False
-    tap_fd: int | None = None
+    tap: bool = False
 
     @property
     def type(self) -> str:
-        return _TYPES[self.accel].partition(",")[0]
+        return machine_type(self.accel).partition(",")[0]
 
     @property
     def cpu(self) -> str:
-        return "host" if self.accel == "kvm" else "max"
+        return cpu_model(self.accel)
 
     def command(self) -> list[str]:
         return [
             *(self.binary, "-nodefaults", "-no-user-config", "-display", "none"),
-            *("-machine", f"{_TYPES[self.accel]},memory-backend=ram,suppress-vmdesc=on", "-cpu", self.cpu),
+            *("-machine", f"{machine_type(self.accel)},memory-backend=ram,suppress-vmdesc=on", "-cpu", self.cpu),
             *("-accel", "kvm" if self.accel == "kvm" else f"tcg,thread=multi,tb-size={_TB_MB}"),
             *("-m", f"{self.memory_mb}M", "-smp", str(self.vcpus), "-object", self._memory()),
             *("-global", "migration.send-configuration=off"),
@@ -81,11 +89,9 @@ class Machine:
         return "device" if self.type == "microvm" else "pci"
 
     def _memory(self) -> str:
-        size = f"id=ram,size={self.memory_mb}M"
-        if self.memory_path is None:
-            return f"memory-backend-ram,{size}"
-        share = "off" if self.private else "on"
-        return f"memory-backend-file,{size},mem-path={self.memory_path},share={share}"
+        # Of one that waits for a state nothing is used: what is to be its memory is mapped over it.
+        share = "off" if self.incoming else "on"
+        return f"memory-backend-memfd,id=ram,size={self.memory_mb}M,share={share}"
 
     def _append(self) -> str:
         quick = "tsc=reliable no_timer_check" if self.accel == "kvm" else ""
@@ -100,6 +106,8 @@ class Machine:
         return ("-blockdev", f"{file},{cache}", "-blockdev", node, "-device", device)
 
     def _network(self) -> Sequence[str]:
-        if self.tap_fd is None:
+        if not self.tap:
             return ()
-        return ("-netdev", f"tap,id=net,fd={self.tap_fd}", "-device", f"virtio-net-{self._bus},netdev=net,rombar=0")
+        options = ",rombar=0" if self._bus == "pci" else ""
+        backend = f"tap,id=net,ifname={TAP},script=no,downscript=no,vhost=off"
+        return ("-netdev", backend, "-device", f"virtio-net-{self._bus},netdev=net{options}")

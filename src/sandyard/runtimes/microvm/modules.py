@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sandyard.errors import HostError
 
-WANTED = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "ext4", "overlay")
+WANTED = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "virtio_net", "ext4", "overlay")
 _DEPENDS = re.compile(rb"(?:^|\0)depends=([^\0]*)\0")
 
 
@@ -40,7 +40,8 @@ class Modules:
             return
         if name not in self._paths or name in above:
             by = f", which {above[-1]} needs" if above else ""
-            raise HostError(f"no kernel module {name} below {self.root}{by}", remedy="run: sandyard setup microvm")
+            remedy = "set microvm.modules to the lib/modules/VERSION of microvm.kernel, or neither"
+            raise HostError(f"no kernel module {name} below {self.root}{by}", remedy=remedy)
         content = _unpacked(self._paths[name])
         for needed in _dependencies(content):
             self._add(needed, (*above, name))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sandyard.errors import SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import boot_id, decode_spec, encode_spec, read_json, write_json
 
@@ -26,6 +27,32 @@ def load_running(home: Path) -> Running | None:
     if record is None or record["boot_id"] != boot_id():
         return None
     return Running(decode_spec(record), record["pid"])
+
+
+def save_below(home: Path, memory: str) -> None:
+    """`memory`: which of the sandbox's images its guest is started from; empty: it boots."""
+    (home / "memory").write_text(memory)
+
+
+def load_below(home: Path) -> str:
+    """Raises `SandboxError` where it cannot be known."""
+    try:
+        return (home / "memory").read_text()
+    except OSError as error:
+        raise SandboxError(f"it is not known what sandbox {home.name} was started from") from error
+
+
+def save_region(home: Path, start: int) -> None:
+    """`start`: the address that a VMM has its guest's memory at, once that was mapped over."""
+    (home / "region").write_text(f"{start:x}")
+
+
+def load_region(home: Path) -> int:
+    """Raises `SandboxError` where it cannot be known."""
+    try:
+        return int((home / "region").read_text(), 16)
+    except (OSError, ValueError) as error:
+        raise SandboxError(f"it is not known where the VMM of {home.name} has its memory") from error
 
 
 def save_halted(disk: Path, spec: SandboxSpec) -> None:

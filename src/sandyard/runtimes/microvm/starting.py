@@ -19,7 +19,7 @@ from sandyard.runtimes.microvm.images import image_of
 from sandyard.runtimes.microvm.launch import OWN, SHARED, VmStart, listen, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Drive, Machine
-from sandyard.runtimes.microvm.record import save_running
+from sandyard.runtimes.microvm.record import save_below, save_running
 
 LAYER_FILES_MAX = 16
 _CONF = "conf.img"
@@ -33,8 +33,9 @@ class Starter:
         self._layout = layout
         self._cgroups = cgroups
 
-    def start(self, choice: Choice, spec: SandboxSpec, *, used: bool) -> int:
-        """Make disk, groups and sockets and start the VMM; its pid. `used`: on the disk it had.
+    def start(self, choice: Choice, spec: SandboxSpec, *, used: bool, tap: bool = False) -> int:
+        """Make disk, groups and sockets and start the VMM; its pid. `used`: on the disk it had. `tap`: with an
+        interface, whether it has a network or not.
 
         Raises `CreateFailed` naming the stage; what was made until then is left for `destroy`."""
         directories, files = split_layers(spec.rootfs.layers)
@@ -42,30 +43,50 @@ class Starter:
         base = image_of(directories, layout.images, layout.uid_base)
         shared = {"base": base, **{f"layer{number}": path for number, path in enumerate(files)}}
         try:
-            content = conf.configuration(spec, len(files), used=used)
+            content = conf.configuration(spec, len(files), self._settings.network.subnet, used=used)
             if not used:
-                self._make_own(spec.sandbox_id)
+                self.make_own(spec.sandbox_id)
                 disk.first(own, disk.blank(layout.images, spec.resources.disk_mb))
             self._write(own / _CONF, content)
         except SandboxError as error:
             raise CreateFailed("disk", error.message) from error
         except ValueError as error:
             raise CreateFailed("spec", str(error)) from error
-        drives = [Drive("conf", OWN / _CONF, "raw"), Drive("base", SHARED / "base", "raw")]
-        drives.append(Drive("disk", OWN / disk.image(disk.top(own)), "qcow2", writable=True))
-        drives += [Drive(f"layer{number}", SHARED / f"layer{number}", "qcow2") for number in range(len(files))]
-        return self._run(choice, spec, drives, shared)
+        return self._run(choice, spec, _drives(own, files), shared, tap or spec.network is not None)
+
+    def start_incoming(
+        self, choice: Choice, spec: SandboxSpec, memory: str, blank_conf: int, descriptors: Sequence[int]
+    ) -> int:
+        """Start the VMM of a sandbox whose disk is there and whose memory and devices, of its image `memory`, are to
+        be given to it, with `descriptors` open to that end; its pid. `blank_conf`: bytes of the disk that its guest
+        read at its boot.
+
+        Raises `CreateFailed`; what was made until then is left."""
+        directories, files = split_layers(spec.rootfs.layers)
+        layout, own = self._layout, self._layout.disk(spec.sandbox_id)
+        base = image_of(directories, layout.images, layout.uid_base)
+        shared = {"base": base, **{f"layer{number}": path for number, path in enumerate(files)}}
+        self._write(own / _CONF, bytes(blank_conf))
+        return self._run(choice, spec, _drives(own, files), shared, spec.network is not None, memory, descriptors)
 
     def start_probe(self, choice: Choice, sandbox_id: str, layer: Path) -> int:
         """Start a guest that mounts nothing and answers; its pid."""
-        self._make_own(sandbox_id)
+        self.make_own(sandbox_id)
         self._write(self._layout.disk(sandbox_id) / _CONF, conf.PROBE)
         spec = SandboxSpec(sandbox_id, Rootfs([layer]), Resources(memory_mb=64))
-        return self._run(choice, spec, [Drive("conf", OWN / _CONF, "raw")], {})
+        return self._run(choice, spec, [Drive("conf", OWN / _CONF, "raw")], {}, False)
 
-    def plan(self, spec: SandboxSpec, groups: Sequence[Path], shared: dict[str, Path], device: str = "") -> VmStart:
+    def plan(
+        self,
+        spec: SandboxSpec,
+        groups: Sequence[Path],
+        shared: dict[str, Path],
+        device: str = "",
+        *,
+        tap: bool = False,
+    ) -> VmStart:
         """What a process of this sandbox on the host is confined to."""
-        sandbox_id = spec.sandbox_id
+        sandbox_id, subnet = spec.sandbox_id, self._settings.network.subnet
         return VmStart(
             own=self._layout.disk(sandbox_id),
             uid=self._layout.uid(sandbox_id),
@@ -73,9 +94,16 @@ class Starter:
             shared=shared,
             log=self._layout.home(sandbox_id) / ("vmm.log" if groups else "tool.log"),
             device=device,
+            network=spec.network if groups else None,  # a tool needs none
+            gate=f"{subnet[1]}/{subnet.prefixlen}" if tap else "",
         )
 
-    def _make_own(self, sandbox_id: str) -> None:
+    def memory_mb(self, spec: SandboxSpec) -> int:
+        """The RAM of its guest."""
+        return spec.resources.memory_mb + self._settings.microvm.guest_mb
+
+    def make_own(self, sandbox_id: str) -> None:
+        """Make the directory of its VMM. Raises `CreateFailed`."""
         own, uid = self._layout.disk(sandbox_id), self._layout.uid(sandbox_id)
         try:
             own.mkdir(mode=0o700)
@@ -90,9 +118,18 @@ class Starter:
             file.write(content)
         path.chmod(0o444)
 
-    def _run(self, choice: Choice, spec: SandboxSpec, drives: Sequence[Drive], shared: dict[str, Path]) -> int:
+    def _run(
+        self,
+        choice: Choice,
+        spec: SandboxSpec,
+        drives: Sequence[Drive],
+        shared: dict[str, Path],
+        tap: bool,
+        memory: str = "",
+        incoming: Sequence[int] = (),
+    ) -> int:
         sandbox_id, home = spec.sandbox_id, self._layout.home(spec.sandbox_id)
-        memory_mb = spec.resources.memory_mb + self._settings.microvm.guest_mb
+        memory_mb = self.memory_mb(spec)
         limit = (memory_mb + self._settings.microvm.overhead_mb) << 20
         groups = make_groups(self._cgroups, sandbox_id, VmLimits(limit, spec.resources.cpu))
         shared = {"kernel": choice.assets.kernel, "initrd": choice.assets.initrd, **shared}
@@ -100,6 +137,7 @@ class Starter:
         with ExitStack() as stack:
             try:
                 home.mkdir(mode=0o700)
+                save_below(home, memory)
                 agent_fd = listen(stack, self._layout.agent_socket(sandbox_id))
                 qmp_fd = listen(stack, self._layout.qmp_socket(sandbox_id))
             except OSError as error:
@@ -110,15 +148,27 @@ class Starter:
                 kernel=SHARED / "kernel",
                 initrd=SHARED / "initrd",
                 memory_mb=memory_mb,
-                vcpus=max(1, math.ceil(spec.resources.cpu)),
+                vcpus=vcpus(spec),
                 agent_fd=agent_fd,
                 qmp_fd=qmp_fd,
                 drives=drives,
+                tap=tap,
+                incoming=bool(incoming),
             )
-            plan = self.plan(spec, groups, shared, device)
-            pid = start_vmm(plan, machine.command(), (agent_fd, qmp_fd))
+            plan = self.plan(spec, groups, shared, device, tap=tap)
+            pid = start_vmm(plan, machine.command(), (agent_fd, qmp_fd, *incoming))
         save_running(home, spec, pid)
         return pid
+
+
+def vcpus(spec: SandboxSpec) -> int:
+    return max(1, math.ceil(spec.resources.cpu))
+
+
+def _drives(own: Path, files: Sequence[Path]) -> list[Drive]:
+    drives = [Drive("conf", OWN / _CONF, "raw"), Drive("base", SHARED / "base", "raw")]
+    drives.append(Drive("disk", OWN / disk.image(disk.top(own)), "qcow2", writable=True))
+    return drives + [Drive(f"layer{number}", SHARED / f"layer{number}", "qcow2") for number in range(len(files))]
 
 
 def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:

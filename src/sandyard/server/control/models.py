@@ -244,6 +244,7 @@ class SnapshotView(BaseModel):
         return cls(
             snapshotID=snapshot.id,
             names=list(snapshot.names),
+            memory=snapshot.memory,
             sandboxID=snapshot.source,
             templateID=template.id,
             buildID=build.id,

@@ -1,4 +1,4 @@
-"""`/snapshots` and forks: copies of a sandbox. They carry its files and not its memory, and the answers say so."""
+"""`/snapshots` and forks: copies of a sandbox, with its memory where the runtime can. The answers say so."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sandyard.server.control.models import (
 from sandyard.server.control.sandboxes import view_of
 
 FIDELITY = "x-sandyard-fidelity"
-FILES = "files"
+FILES, MEMORY = "files", "memory"
 PAGE_LIMIT = 100
 
 router = APIRouter(tags=["snapshots"])
@@ -31,13 +31,13 @@ router = APIRouter(tags=["snapshots"])
 async def create(
     sandbox_id: str, here: Here, tenant: Tenant, response: Response, body: NewSnapshot | None = None
 ) -> SnapshotView:
-    """Keep what the sandbox's files are now, for any number of sandboxes to start from. It goes on. A `name`
-    that is a snapshot's already gets this state as its newest."""
+    """Keep what the sandbox is now, its files and where it can be its memory, for any number of sandboxes to start
+    from. It goes on. A `name` that is a snapshot's already gets this state as its newest."""
     sandbox = here.manager.get(tenant, sandbox_id)
     wanted = body or NewSnapshot()
     here.manager.copying.check(memory=wanted.memory)
     made = await here.manager.copying.snapshot(sandbox, wanted.name)
-    response.headers[FIDELITY] = FILES
+    response.headers[FIDELITY] = MEMORY if made.memory else FILES
     return SnapshotView.of(made)
 
 
@@ -77,21 +77,22 @@ async def info(snapshot_id: str, here: Here, tenant: Tenant) -> SnapshotView:
 async def fork(
     sandbox_id: str, here: Here, tenant: Tenant, response: Response, body: ForkSandbox | None = None
 ) -> list[ForkResult]:
-    """Make `count` sandboxes with the files that this one has now, running or paused. Each is one of its own, or
+    """Make `count` sandboxes with the state that this one has now, running or paused. Each is one of its own, or
     says why it is not there. A status other than 201: none was attempted."""
     sandbox = here.manager.get(tenant, sandbox_id)
     wanted = body or ForkSandbox()
     seconds = here.manager.settings.sandbox.timeout if wanted.timeout is None else float(wanted.timeout)
     if seconds <= 0:
         raise BadRequest(f"timeout: {wanted.timeout} is not more than 0 seconds", field="timeout")
+    memory = here.manager.copying.keeps_memory(sandbox)
     children = await here.manager.copying.fork(sandbox, wanted.count, seconds)
-    response.headers[FIDELITY] = FILES
-    return [_result(here, child) for child in children]
+    response.headers[FIDELITY] = MEMORY if memory else FILES
+    return [_result(here, child, memory) for child in children]
 
 
-def _result(here: Context, child: Sandbox | SandyardError) -> ForkResult:
+def _result(here: Context, child: Sandbox | SandyardError, memory: bool) -> ForkResult:
     if isinstance(child, Sandbox):
-        return ForkResult(sandbox=view_of(here, child))
+        return ForkResult(sandbox=view_of(here, child), memory=memory)
     code = "capacity" if isinstance(child, CapacityError) else None
     return ForkResult(error=ErrorBody(code=child.http_status, message=str(child), error_code=code))
 

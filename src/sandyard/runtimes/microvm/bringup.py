@@ -1,0 +1,147 @@
+"""The way of a microVM from its spec to an agent that answers: started, come up, or found again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sandyard.errors import AgentLinkError, CreateFailed, SandboxError
+from sandyard.guest.client import LinkAgent, open_agent
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.host import in_thread
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.machine import Accel
+from sandyard.runtimes.microvm.memory import suspended
+from sandyard.runtimes.microvm.record import load_halted, load_running
+
+if TYPE_CHECKING:
+    from sandyard.runtimes.microvm.runtime import MicroVMRuntime
+
+_BOOT_TIMEOUT: dict[Accel, float] = {"kvm": 20.0, "tcg": 180.0}
+_CALL_TIMEOUT: dict[Accel, float] = {"kvm": 30.0, "tcg": 120.0}
+_CONTROL_TIMEOUT = 30.0
+_GREETING = 15.0
+OpenLink = Callable[[], Awaitable[LinkAgent]]
+
+
+class BringUp:
+    """Brings up microVMs of `runtime`."""
+
+    def __init__(self, runtime: MicroVMRuntime) -> None:
+        self._runtime = runtime
+        self._host = runtime.host
+
+    async def start(self, choice: Choice, spec: SandboxSpec, *, used: bool, tap: bool = False) -> MicroVMInstance:
+        """Boot a sandbox, on the disk it had if it is `used`. `tap`: with an interface, whether it has a network or
+        not. Raises `CreateFailed`; what was made then is left."""
+        try:
+            pid = await in_thread(lambda: self._host.starter.start(choice, spec, used=used, tap=tap))
+        except OSError as error:
+            raise CreateFailed("files", str(error)) from error
+        return await self._come_up(self.hold(spec, pid), choice)
+
+    async def start_probe(self, choice: Choice, sandbox_id: str) -> None:
+        """Boot a guest that mounts nothing and answers. Raises `CreateFailed`; what was made is left."""
+        pid = await in_thread(self._host.starter.start_probe, choice, sandbox_id, self._host.layout.assets)
+        record = load_running(self._host.layout.home(sandbox_id))
+        if record is None:
+            raise CreateFailed("vmm", "its record is gone")
+        await self._come_up(self.hold(record.spec, pid), choice)
+
+    async def find(self, choice: Choice, sandbox_id: str) -> MicroVMInstance | None:
+        """Take over one that an earlier process started; None where there is none. Raises `SandboxError` where
+        it does not answer."""
+        layout = self._host.layout
+        record = load_running(layout.home(sandbox_id))
+        if record is None or load_halted(layout.disk(sandbox_id)) is not None:
+            return None
+        if suspended.load(layout, sandbox_id) is not None:
+            return None  # what still runs of it is nothing any more
+        instance = self.hold(record.spec, record.pid)
+        try:
+            state = await instance.open_control(layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+            instance.paused = state == "paused"
+            if not instance.paused:
+                await self.relink(instance, choice)
+                await instance.agent.freeze(False)  # its server may have ended while it held all still
+        except BaseException:
+            await instance.release()
+            raise
+        self._host.instances[sandbox_id] = instance
+        return instance
+
+    async def relink(self, instance: MicroVMInstance, choice: Choice) -> None:
+        """A new link to an agent that was up before. Raises `CreateFailed`."""
+        path, patience = self._socket(instance), _CALL_TIMEOUT[choice.accel]
+        await self._answer(instance, lambda: _reach(path, patience))
+
+    def hold(self, spec: SandboxSpec, pid: int) -> MicroVMInstance:
+        """The instance of a VMM that was started. Raises `CreateFailed` where it is gone."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise CreateFailed("vmm", f"it is gone: {self._host.said(spec.sandbox_id)}") from error
+        return MicroVMInstance(spec, pid, pidfd, self._runtime)
+
+    async def control(self, instance: MicroVMInstance) -> None:
+        """Connect to its VMM. Raises `CreateFailed`."""
+        sandbox_id = instance.spec.sandbox_id
+        try:
+            await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+        except SandboxError as error:
+            raise CreateFailed("vmm", f"{error.message}: {self._host.said(sandbox_id)}") from error
+
+    async def _come_up(self, instance: MicroVMInstance, choice: Choice) -> MicroVMInstance:
+        """Wait for the agent of a guest that boots; from here on it is known. Raises `CreateFailed`."""
+        self._host.instances[instance.spec.sandbox_id] = instance
+        path, limit, patience = self._socket(instance), _BOOT_TIMEOUT[choice.accel], _CALL_TIMEOUT[choice.accel]
+        try:
+            await self.control(instance)
+            # One connection, however long the boot takes: a second would queue a second greeting to the agent.
+            await self._answer(instance, lambda: open_agent(path, limit, call_timeout=patience))
+            await instance.agent.identify(time_ns=time.time_ns(), seed=secrets.token_bytes(32))
+        except AgentLinkError as error:
+            raise CreateFailed("agent", error.message) from error
+        return instance
+
+    def _socket(self, instance: MicroVMInstance) -> Path:
+        return self._host.layout.agent_socket(instance.spec.sandbox_id)
+
+    async def _answer(self, instance: MicroVMInstance, open_link: OpenLink) -> None:
+        """Give the instance a link whose agent answered, unless it dies first. Raises `CreateFailed`."""
+        linking = asyncio.ensure_future(instance.replace_agent(open_link))
+        death = asyncio.ensure_future(instance.wait_dead())
+        try:
+            await asyncio.wait((linking, death), return_when=asyncio.FIRST_COMPLETED)
+            if not linking.done():
+                raise CreateFailed("boot", f"{death.result().reason}: {death.result().detail}")
+            linking.result()
+        except AgentLinkError as error:
+            said = ""
+            with suppress(SandboxError):
+                said = (await instance.console()).strip()[-300:]
+            raise CreateFailed("agent", f"{error.message}; the console: {said or 'nothing'}") from error
+        finally:
+            linking.cancel()
+            death.cancel()
+
+
+async def _reach(path: Path, timeout: float) -> LinkAgent:
+    """Connect until the agent greets. QEMU may hold back for good what a guest sent while nobody was connected;
+    only a new connection makes it go on. Raises `AgentLinkError`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while True:
+        rest = deadline - loop.time()
+        try:
+            return await open_agent(path, min(rest, _GREETING), call_timeout=timeout)
+        except AgentLinkError:
+            if rest <= _GREETING:
+                raise

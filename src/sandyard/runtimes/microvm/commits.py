@@ -1,0 +1,126 @@
+"""Commits of a microVM's files: its image is exchanged for one above it, and written out as a layer."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sandyard.errors import SandboxError, SandyardError, Unsupported
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.container.layout import remove_tree
+from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.launch import OWN, run_confined
+from sandyard.runtimes.microvm.starting import LAYER_FILES_MAX
+
+_TIMEOUT = 600.0
+
+
+async def commit(host: Host, instance: MicroVMInstance, target: Path, *, durable: bool) -> int:
+    """`Instance.commit`. The guest's disk stands still while its image is exchanged for one above it."""
+    spec = instance.spec
+    check_depth(spec)
+    swap = await Swap.prepare(host, instance)
+    await finish(_exchange(instance, swap))
+    return await flatten(host, spec, swap.number, target, durable)
+
+
+async def commit_halted(host: Host, spec: SandboxSpec, target: Path, number: int | None = None) -> int:
+    """`Runtime.commit_halted`; `number` of its image, the topmost where none is given."""
+    check_depth(spec)
+    home = host.layout.home(spec.sandbox_id)
+    home.mkdir(mode=0o700, exist_ok=True)
+    try:
+        number = disk.top(host.layout.disk(spec.sandbox_id)) if number is None else number
+        return await flatten(host, spec, number, target, True)
+    finally:
+        remove_tree(home)
+
+
+def check_depth(spec: SandboxSpec) -> None:
+    """Raises `Unsupported` where no layer can be added."""
+    if sum(layer.is_file() for layer in spec.rootfs.layers) >= LAYER_FILES_MAX:
+        raise Unsupported(
+            f"sandbox {spec.sandbox_id} stands on {LAYER_FILES_MAX} committed layers; no more can be added"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The exchange of the image a guest writes to: `number` gets a new one, `path`, above it."""
+
+    instance: MicroVMInstance
+    number: int
+    path: Path
+
+    @classmethod
+    async def prepare(cls, host: Host, instance: MicroVMInstance) -> Swap:
+        """Make the image, which belongs to nobody yet. Raises `Unsupported`, `SandboxError`."""
+        own = host.layout.disk(instance.spec.sandbox_id)
+        number = disk.top(own)
+        if number + 1 >= disk.DEEPEST:
+            raise Unsupported(f"sandbox {instance.spec.sandbox_id} was committed {number} times; no more is possible")
+        size = (own / disk.BLANK).stat().st_size
+        path = await in_thread(disk.above, own, disk.image(number), "qcow2", size, number + 1)
+        return cls(instance, number, path)
+
+    def drop(self) -> None:
+        """It is not needed."""
+        self.path.unlink(missing_ok=True)
+
+    async def do(self) -> None:
+        """Nothing may be on its way to the disk. On failure the image is gone. Raises `SandboxError`."""
+        try:
+            arguments = {
+                "node-name": await _writing(self.instance),
+                "snapshot-file": str(OWN / self.path.name),
+                "snapshot-node-name": f"disk{self.number + 1}",
+                "format": "qcow2",
+                "mode": "existing",
+            }
+            await self.instance.control.execute("blockdev-snapshot-sync", arguments)
+        except BaseException:
+            self.drop()
+            raise
+
+
+async def _exchange(instance: MicroVMInstance, swap: Swap) -> None:
+    """Raises `SandboxError`."""
+    try:
+        if not instance.paused:
+            await instance.agent.freeze(True)
+    except BaseException:
+        swap.drop()
+        raise
+    try:
+        await swap.do()
+    finally:
+        if not instance.paused:
+            with suppress(SandyardError):
+                await instance.agent.freeze(False)
+
+
+async def _writing(instance: MicroVMInstance) -> str:
+    """The name QEMU has for the image the guest writes to."""
+    for each in await instance.control.execute("query-block"):
+        if str(each.get("qdev", "")).find("dev-disk") >= 0:
+            return str(each["inserted"]["node-name"])
+    raise SandboxError(f"sandbox {instance.spec.sandbox_id}: its VMM has no disk")
+
+
+async def flatten(host: Host, spec: SandboxSpec, number: int, target: Path, durable: bool) -> int:
+    """Write image `number` of a sandbox and all below it as the layer `target`; its bytes. Raises `SandboxError`."""
+    own = host.layout.disk(spec.sandbox_id)
+    scratch = own / f"layer-{secrets.token_hex(4)}"
+    plan = host.starter.plan(spec, (), {})
+    source, made = str(OWN / disk.image(number)), str(OWN / scratch.name)
+    command = ["qemu-img", "convert", "-U", "-O", "qcow2", source, made]
+    try:
+        await in_thread(run_confined, plan, command, _TIMEOUT)
+        return await in_thread(disk.take, scratch, target, durable)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -1,0 +1,117 @@
+"""The machine as microVMs see it: settings, paths, control groups, and what is left of one that goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from sandyard.config import Settings
+from sandyard.errors import SandboxError
+from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
+from sandyard.runtimes.container.layout import remove_tree
+from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.launch import last_lines
+from sandyard.runtimes.microvm.layout import Layout
+from sandyard.runtimes.microvm.record import load_running
+from sandyard.runtimes.microvm.starting import Starter
+
+ID = re.compile(r"[a-z0-9]{1,40}")
+_DESTROY_TIMEOUT = 20.0
+_Result = TypeVar("_Result")
+
+
+class Host:
+    """`instances` are those this process holds, by sandbox id; one that is being made is among them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.layout = Layout.of(settings)
+        self.instances: dict[str, MicroVMInstance] = {}
+        self._cgroups: Cgroups | None = None
+
+    @property
+    def cgroups(self) -> Cgroups:
+        if self._cgroups is None:
+            self._cgroups = detect_cgroups(self.layout.cgroup_parent)
+        return self._cgroups
+
+    @property
+    def starter(self) -> Starter:
+        return Starter(self.settings, self.layout, self.cgroups)
+
+    def said(self, sandbox_id: str) -> str:
+        """What the VMM of a sandbox wrote last."""
+        return last_lines(self.layout.home(sandbox_id) / "vmm.log")
+
+    def ids(self) -> set[str]:
+        """Of everything that is there, whole or not."""
+        found = self.cgroups.ids()
+        for parent in (self.layout.homes, self.layout.disks, self.layout.memories):
+            if parent.is_dir():
+                found.update(entry.name for entry in os.scandir(parent))
+        return {name for name in found if ID.fullmatch(name)}
+
+    def known(self, sandbox_id: str) -> bool:
+        layout = self.layout
+        return any(path(sandbox_id).exists() for path in (layout.home, layout.disk, layout.memory))
+
+    async def remove(self, sandbox_id: str) -> None:
+        """`end`, and its disk and memory go too. Raises `SandboxError` naming what stays."""
+        await self.end(sandbox_id)
+        try:
+            for path in (self.layout.memory(sandbox_id), self.layout.disk(sandbox_id)):
+                await asyncio.to_thread(remove_tree, path)
+        except OSError as error:
+            raise SandboxError(f"sandbox {sandbox_id}: its disk does not go: {error}") from error
+
+    async def end(self, sandbox_id: str) -> None:
+        """End the VMM and remove all but the disk, whatever step it stopped at. Raises `SandboxError`."""
+        deadline = time.monotonic() + _DESTROY_TIMEOUT
+        instance = self.instances.get(sandbox_id)
+        if instance is not None:
+            instance.kill()
+            with suppress(TimeoutError):  # `clear` kills harder, and says what stays
+                await asyncio.wait_for(instance.wait_dead(), _DESTROY_TIMEOUT / 2)
+            await instance.release()
+
+        def clear() -> None:
+            record = load_running(self.layout.home(sandbox_id))
+            if record is not None:
+                _end_child(record.pid)
+            self.cgroups.kill(sandbox_id, deadline)
+            self.cgroups.remove(sandbox_id, deadline)
+            remove_tree(self.layout.home(sandbox_id))
+
+        try:
+            await asyncio.to_thread(clear)
+        except OSError as error:
+            raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
+        self.instances.pop(sandbox_id, None)
+
+    async def close(self) -> None:
+        """Let go of the instances; they go on living."""
+        for instance in self.instances.values():
+            await instance.release()
+        self.instances.clear()
+        if self._cgroups is not None:
+            self._cgroups.remove_parent()
+
+
+async def in_thread(call: Callable[..., _Result], *arguments: object) -> _Result:
+    """To its end, also where the caller is cancelled."""
+    return await finish(asyncio.to_thread(call, *arguments))
+
+
+def _end_child(pid: int) -> None:
+    """Kill and collect a VMM that this process started, also one that has not joined its groups yet."""
+    with suppress(ChildProcessError):  # another's, or collected: only our own child's number cannot be another's
+        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

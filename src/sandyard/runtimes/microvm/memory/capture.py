@@ -1,0 +1,147 @@
+"""Take the memory of a guest that stands still, and write it as an image once the guest may go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from sandyard.errors import SandboxError
+from sandyard.runtimes.deltas import Chain, Delta, merged, write_delta
+from sandyard.runtimes.deltas.format import Block
+from sandyard.runtimes.durable import sync
+from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.launch import OWN
+from sandyard.runtimes.microvm.memory import image
+from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
+from sandyard.runtimes.microvm.memory.pages import (
+    PAGE,
+    Region,
+    Span,
+    changed,
+    copy_out,
+    copy_whole,
+    drafted,
+    find_region,
+)
+from sandyard.runtimes.microvm.record import load_below, load_region
+
+MAX_DEPTH = 8
+"""How many deltas may lie on each other: each is mapped, or read, at every start."""
+_STATE_MAX = 64 << 20
+
+
+class Capture:
+    """Of `instance`, to become the image `name`; what is there under that name until then is a draft."""
+
+    def __init__(self, host: Host, instance: MicroVMInstance, name: Path, fit: Fit) -> None:
+        self._host = host
+        self._instance = instance
+        self._name = name
+        self._fit = fit
+        sandbox_id = instance.spec.sandbox_id
+        below = load_below(host.layout.home(sandbox_id))
+        self._below = host.layout.memory(sandbox_id) / below if below else None
+        self._spans: Sequence[Span] = ()
+
+    async def take(self) -> None:
+        """The guest is stopped, and stays so. Costs what it changed. Raises `SandboxError`, `OSError`."""
+        scratch = f"state-{secrets.token_hex(4)}"
+        own = self._host.layout.disk(self._instance.spec.sandbox_id)
+        try:
+            arguments = {"filename": str(OWN / scratch), "live": False}
+            await self._instance.control.execute("xen-save-devices-state", arguments, timeout=120)
+            await in_thread(self._copy, own / scratch)
+        finally:
+            (own / scratch).unlink(missing_ok=True)
+
+    def write(self, hostname: str, conf_bytes: int, parent: Path | None, *, durable: bool) -> Manifest:
+        """Blocking. Whether the guest runs does not matter. Raises `SandboxError`, `OSError`."""
+        name = self._name
+        state = image.digest_file(part(name, "state"))
+        if self._below is None:
+            manifest = Manifest(self._fit, hostname, conf_bytes, state, image.digest_ram(part(name, "ram")), [])
+        else:
+            source, below = self._source(self._below, parent)
+            image.link(source, below, name, state=False)
+            pages = self._write_pages(source, below, durable)
+            manifest = Manifest(self._fit, hostname, below.conf_bytes, state, below.ram, pages)
+        part(name, "draft").unlink(missing_ok=True)
+        if durable:
+            sync(part(name, "state"))
+            sync(part(name, "ram"))
+        image.save(name, manifest, durable=durable)
+        return manifest
+
+    def _copy(self, state: Path) -> None:
+        pid, size = self._instance.pid, self._fit.memory_mb << 20
+        if self._below is None:
+            copy_whole(find_region(pid, size), part(self._name, "ram"))
+            part(self._name, "ram").chmod(0o400)
+        else:
+            region = Region(pid, load_region(self._host.layout.home(self._instance.spec.sandbox_id)), size)
+            self._spans = changed(region)
+            copy_out(region, self._spans, part(self._name, "draft"))
+        # What the VMM wrote it may still write: a copy is not its own.
+        descriptor = os.open(state, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file, open(part(self._name, "state"), "xb") as copy:
+            os.fchmod(copy.fileno(), 0o400)
+            content = file.read(_STATE_MAX + 1)
+            if not 0 < len(content) <= _STATE_MAX:
+                raise SandboxError(f"the VMM wrote a device state of {len(content)} bytes or more")
+            copy.write(content)
+
+    def _source(self, below: Path, parent: Path | None) -> tuple[Path, Manifest]:
+        """The image that the new one is written above: what the guest was started from, or an earlier one of it."""
+        manifest = image.load(below)
+        if parent is not None and image.exists(parent):
+            try:
+                earlier = image.load(parent)
+            except Unfit:
+                return below, manifest
+            if earlier.stands_on(manifest) and len(earlier.pages) < MAX_DEPTH:
+                return parent, earlier
+        return below, manifest
+
+    def _write_pages(self, source: Path, below: Manifest, durable: bool) -> Sequence[str]:
+        """The digests of all deltas, of which the last is new."""
+        size, paths, pages = below.ram_bytes, image.pages_of(self._name, below), list(below.pages)
+        new = part(self._name, f"pages{len(pages)}")
+        with Chain(part(source, "ram"), paths) as chain:
+            blocks = self._differing(chain if paths else None)
+            write_delta(new, blocks, block_size=PAGE, size=size, parent=f"pages{len(pages)}", durable=durable)
+        if len(pages) + 1 > MAX_DEPTH:
+            new = self._flatten([*paths, new], size, durable)
+            pages = []
+        with Delta(new) as delta:
+            return [*pages, delta.digest.hex()]
+
+    def _flatten(self, paths: Sequence[Path], size: int, durable: bool) -> Path:
+        """Make one delta of all."""
+        whole, first = part(self._name, "pages"), part(self._name, "pages0")
+        with ExitStack() as stack:
+            deltas = [stack.enter_context(Delta(path)) for path in paths]
+            write_delta(whole, merged(deltas), block_size=PAGE, size=size, parent="pages0", durable=durable)
+        for path in paths:
+            path.unlink()
+        whole.rename(first)
+        return first
+
+    def _differing(self, chain: Chain | None) -> Iterator[Block]:
+        """The changed pages that are not as they lie below: some were only written again."""
+        before = memoryview(bytearray(PAGE))
+        for number, data in drafted(part(self._name, "draft"), self._spans):
+            if chain is not None:
+                chain.read(number * PAGE, before)
+                if data == before:
+                    continue
+            yield number, data
+
+
+async def drop(name: Path) -> None:
+    """Remove what is there of an image."""
+    await asyncio.to_thread(image.remove, name)

@@ -1,0 +1,50 @@
+"""What a guest of this host is made of, as the memory of one has to match it."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.host import Host
+from sandyard.runtimes.microvm.images import image_of
+from sandyard.runtimes.microvm.machine import cpu_model, machine_type
+from sandyard.runtimes.microvm.memory.image import Fit
+from sandyard.runtimes.microvm.starting import split_layers, vcpus
+
+_UUID_AT = 1024 + 0x68  # in an ext4 file system
+
+
+def fit_of(host: Host, choice: Choice, spec: SandboxSpec, *, network: bool) -> Fit:
+    """Of a sandbox of `spec`. Blocking: the block image is made if need be. Raises `CreateFailed`."""
+    directories, files = split_layers(spec.rootfs.layers)
+    block = image_of(directories, host.layout.images, host.layout.uid_base)
+    return Fit(
+        accel=choice.accel,
+        machine=machine_type(choice.accel),
+        cpu=f"{cpu_model(choice.accel)}{f' ({_host_cpu()})' if choice.accel == 'kvm' else ''}",
+        engine=choice.engine.version,
+        kernel=f"{choice.assets.version} {choice.assets.digest}",
+        vcpus=vcpus(spec),
+        memory_mb=host.starter.memory_mb(spec),
+        disk_mb=spec.resources.disk_mb,
+        network=network,
+        image=_identity(block),
+        layers=[layer.name for layer in files],
+    )
+
+
+def _identity(block: Path) -> str:
+    """A block image that is made again from the same files is another one to a guest that has it mounted."""
+    with open(block, "rb") as file:
+        file.seek(_UUID_AT)
+        return str(uuid.UUID(bytes=file.read(16)))
+
+
+def _host_cpu() -> str:
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "unknown"

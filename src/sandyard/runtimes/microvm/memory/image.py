@@ -1,0 +1,226 @@
+"""A guest's memory on the host's disk: what a copy of it is started from.
+
+It belongs to a layer (or whatever has its name) and lies beside it: `NAME.ram` is the RAM of the guest that booted,
+`NAME.pages0` and so on what was changed above it, the lowest first, `NAME.state` the devices, `NAME.memory` the
+manifest, written last. RAM and pages are shared with the image that this one was made above, as further names of
+the same files: so images do not need each other, and copies of both share the host's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sandyard.errors import SandboxError
+from sandyard.runtimes.deltas import Delta, DeltaDamaged
+from sandyard.runtimes.deltas.extents import extents
+from sandyard.runtimes.durable import sync
+
+FORMAT = 1
+_CHUNK = 1 << 20
+_STATE_MAX = 64 << 20
+_WORDS = {
+    "accel": "accelerator",
+    "machine": "machine type",
+    "cpu": "CPU model",
+    "engine": "QEMU",
+    "kernel": "guest kernel",
+    "vcpus": "number of CPUs",
+    "memory_mb": "memory in MiB",
+    "disk_mb": "disk in MiB",
+    "network": "network interface",
+    "image": "block image of the template",
+    "layers": "layers below",
+}
+
+
+class Unfit(SandboxError):
+    """No guest can be started from this memory here: it is damaged, or of another host or sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What must be the same for a guest to go on."""
+
+    accel: str
+    machine: str
+    cpu: str
+    engine: str
+    kernel: str
+    vcpus: int
+    memory_mb: int
+    disk_mb: int
+    network: bool
+    image: str
+    layers: Sequence[str]
+
+    def check(self, here: Fit, what: Path) -> None:
+        """Raises `Unfit` naming the first thing that is otherwise `here`."""
+        for field in fields(self):
+            theirs, ours = getattr(self, field.name), getattr(here, field.name)
+            if theirs != ours:
+                word = _WORDS[field.name]
+                raise Unfit(f"the memory of {what.name} was taken with another {word}: {theirs}, here it is {ours}")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`ram`: digests of its chunks of 1 MiB that have data, by number; `pages`: those of the deltas' footers."""
+
+    fit: Fit
+    hostname: str
+    conf_bytes: int  # of the disk with its first configuration
+    state: str
+    ram: Mapping[str, str]
+    pages: Sequence[str]
+
+    @property
+    def ram_bytes(self) -> int:
+        return self.fit.memory_mb << 20
+
+    def stands_on(self, below: Manifest) -> bool:
+        """Whether `below` is this one's RAM with some of its pages."""
+        return self.ram == below.ram and list(self.pages[: len(below.pages)]) == list(below.pages)
+
+
+def part(name: Path, what: str) -> Path:
+    return name.with_name(f"{name.name}.{what}")
+
+
+def pages_of(name: Path, manifest: Manifest) -> Sequence[Path]:
+    return [part(name, f"pages{number}") for number in range(len(manifest.pages))]
+
+
+def exists(name: Path) -> bool:
+    return part(name, "memory").is_file()
+
+
+def save(name: Path, manifest: Manifest, *, durable: bool) -> None:
+    """Write the manifest; all else is there. Raises `OSError`."""
+    content = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":")).encode()
+    path, scratch = part(name, "memory"), part(name, "memory.part")
+    with open(scratch, "wb") as file:
+        file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    os.replace(scratch, path)
+    if durable:
+        sync(path.parent)
+
+
+def load(name: Path) -> Manifest:
+    """Raises `Unfit` where there is none, or where it is not what was written."""
+    path = part(name, "memory")
+    try:
+        digest, _, content = path.read_bytes().partition(b"\n")
+    except FileNotFoundError as error:
+        raise Unfit(f"{name.name} has no memory: it holds files only", remedy="start it without memory") from error
+    except OSError as error:
+        raise Unfit(f"{path}: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest().encode() != digest:
+        raise Unfit(f"{path} is not what was written")
+    record: dict[str, Any] = json.loads(content)
+    if record.pop("format") != FORMAT:
+        raise Unfit(f"{path} is of another version of Sandyard")
+    return Manifest(**{**record, "fit": Fit(**record["fit"])})
+
+
+def link(source: Path, manifest: Manifest, target: Path, *, state: bool = True) -> None:
+    """Give the RAM and pages of `source` (and its device state) the names of `target` too; its manifest is left
+    to be saved. Raises `OSError`."""
+    whats = ["ram", *(f"pages{number}" for number in range(len(manifest.pages))), *(["state"] if state else [])]
+    for what in whats:
+        os.link(part(source, what), part(target, what))
+
+
+def remove(name: Path) -> None:
+    """The manifest first: what is half is none. Idempotent. Raises `OSError`."""
+    part(name, "memory").unlink(missing_ok=True)
+    for path in name.parent.glob(f"{name.name}.*"):
+        path.unlink(missing_ok=True)
+
+
+def taken(name: Path) -> int:
+    """Bytes on the host's disk that no other image shares."""
+    stats = [path.stat() for path in name.parent.glob(f"{name.name}.*")]
+    return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)
+
+
+def digest_file(path: Path) -> str:
+    """Raises `Unfit` for a state too big to be one, and `OSError`."""
+    if path.stat().st_size > _STATE_MAX:
+        raise Unfit(f"{path}: a device state of {path.stat().st_size} bytes is none")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def digest_ram(path: Path) -> dict[str, str]:
+    """Of every chunk that has data. Raises `OSError`."""
+    with open(path, "rb", buffering=0) as file:
+        numbers: set[int] = set()
+        for begin, end in extents(file.fileno()):
+            numbers.update(range(begin // _CHUNK, -(-end // _CHUNK)))
+        found = {}
+        for number in sorted(numbers):
+            data = os.pread(file.fileno(), _CHUNK, number * _CHUNK)
+            found[str(number)] = hashlib.blake2b(data, digest_size=16).hexdigest()
+        return found
+
+
+class Checker:
+    """Checks images against their manifests. A file that was whole is not read again while it stays as it is."""
+
+    def __init__(self) -> None:
+        self._whole: set[tuple[int, int, int, int, str]] = set()
+
+    def check(self, name: Path, manifest: Manifest) -> None:
+        """Blocking. Raises `Unfit` naming what is not what was written."""
+        try:
+            self._each(part(name, "state"), manifest.state, _check_state)
+            ram = json.dumps(dict(manifest.ram), sort_keys=True)
+            self._each(
+                part(name, "ram"), hashlib.sha256(ram.encode()).hexdigest(), lambda p, _: _check_ram(p, manifest)
+            )
+            for path, digest in zip(pages_of(name, manifest), manifest.pages, strict=True):
+                self._each(path, digest, lambda p, d: _check_pages(p, d, manifest.ram_bytes))
+        except FileNotFoundError as error:
+            raise Unfit(f"the memory of {name.name} is not whole: {error.filename} is gone") from error
+        except OSError as error:
+            raise Unfit(f"the memory of {name.name} cannot be read: {error}") from error
+
+    def _each(self, path: Path, digest: str, check: Any) -> None:
+        stat = path.stat()
+        key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, digest)
+        if key not in self._whole:
+            check(path, digest)
+            self._whole.add(key)
+
+
+def _check_state(path: Path, digest: str) -> None:
+    if digest_file(path) != digest:
+        raise Unfit(f"{path} is not what was written")
+
+
+def _check_ram(path: Path, manifest: Manifest) -> None:
+    if path.stat().st_size != manifest.ram_bytes:
+        raise Unfit(f"{path} has {path.stat().st_size} of {manifest.ram_bytes} bytes")
+    found = digest_ram(path)
+    zero = hashlib.blake2b(bytes(_CHUNK), digest_size=16).hexdigest()
+    for number in sorted({*found, *manifest.ram}, key=int):
+        if found.get(number, zero) != manifest.ram.get(number, zero):
+            raise Unfit(f"{path}: MiB {number} is not what was written")
+
+
+def _check_pages(path: Path, digest: str, size: int) -> None:
+    try:
+        with Delta(path) as delta:
+            if delta.digest.hex() != digest or delta.size != size:
+                raise Unfit(f"{path} is not what was written, but another one")
+            delta.verify()
+    except DeltaDamaged as error:
+        raise Unfit(error.message) from error

@@ -1,0 +1,167 @@
+"""Start a guest from a memory image: its RAM mapped, its devices loaded, who it is told, its processes let go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+
+from sandyard.errors import AgentLinkError, CreateFailed, GuestError, SandboxError
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.deltas import Delta
+from sandyard.runtimes.deltas.chain import Piece, overlay
+from sandyard.runtimes.microvm import conf, disk
+from sandyard.runtimes.microvm.bringup import BringUp
+from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.memory import image
+from sandyard.runtimes.microvm.memory.image import Manifest, part
+from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
+from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
+from sandyard.runtimes.microvm.record import save_region
+
+_MAPPED_PAGES = 16  # fewer are copied: a mapping costs more
+_MAPPINGS_MAX = 16384
+_LOAD_TIMEOUT = 60.0
+
+
+class Restorer:
+    """Starts guests of `host`."""
+
+    def __init__(self, host: Host, bring_up: BringUp) -> None:
+        self._host = host
+        self._bring_up = bring_up
+        self._checker = image.Checker()
+
+    def check(self, name: Path, manifest: Manifest) -> None:
+        """Blocking. Raises `Unfit`."""
+        self._checker.check(name, manifest)
+
+    async def copy(self, choice: Choice, spec: SandboxSpec, layer: Path, manifest: Manifest) -> MicroVMInstance:
+        """A new sandbox with the disk `layer` and the memory beside it. Raises `CreateFailed`; what was made is
+        left."""
+        await in_thread(self._give_disk, spec, layer, manifest)
+        instance = await self.start(choice, spec, self._host.layout.memory(spec.sandbox_id) / "0", manifest)
+        await self._introduce(instance, spec)
+        return instance
+
+    async def start(self, choice: Choice, spec: SandboxSpec, name: Path, manifest: Manifest) -> MicroVMInstance:
+        """Start the sandbox on its disk with its image `name`: its agent answers, the kernel has time and seed, and
+        nothing else runs. Raises `CreateFailed`; what was made is left."""
+        with ExitStack() as stack:
+            paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
+            files = [stack.enter_context(FileIO(path)).fileno() for path in paths]
+            starter, conf_bytes = self._host.starter, manifest.conf_bytes
+            pid = await in_thread(lambda: starter.start_incoming(choice, spec, name.name, conf_bytes, files))
+            instance = self._bring_up.hold(spec, pid)
+            self._host.instances[spec.sandbox_id] = instance
+            await self._bring_up.control(instance)
+            try:
+                await in_thread(self._fill, spec.sandbox_id, pid, manifest, paths[2:], files[1:])
+                await self._load(instance, files[0])
+                await instance.control.execute("cont")
+            except (SandboxError, OSError) as error:
+                raise CreateFailed("restore", f"{error}: {self._host.said(spec.sandbox_id)}") from error
+        await self._bring_up.relink(instance, choice)
+        try:
+            await instance.agent.identify(time_ns=time.time_ns(), seed=secrets.token_bytes(64))
+            await instance.agent.freeze(False, processes=True)
+        except (AgentLinkError, GuestError) as error:
+            raise CreateFailed("agent", error.message) from error
+        return instance
+
+    async def _introduce(self, instance: MicroVMInstance, spec: SandboxSpec) -> None:
+        """Tell a copy who it is, then let its processes go on."""
+        try:
+            await instance.agent.configure(conf.introduction(spec, self._host.settings.network.subnet))
+            await instance.agent.freeze(False)
+        except (AgentLinkError, GuestError) as error:
+            raise CreateFailed("agent", error.message) from error
+
+    def _give_disk(self, spec: SandboxSpec, layer: Path, manifest: Manifest) -> None:
+        layout, own = self._host.layout, self._host.layout.disk(spec.sandbox_id)
+        memory = layout.memory(spec.sandbox_id)
+        try:
+            self._host.starter.make_own(spec.sandbox_id)
+            memory.mkdir(mode=0o700)
+            image.link(layer, manifest, memory / "0")
+            image.save(memory / "0", manifest, durable=False)
+            os.link(layer, own / disk.image(0))
+            empty = disk.blank(layout.images, manifest.fit.disk_mb)
+            os.link(empty, own / disk.BLANK)
+            disk.above(own, disk.image(0), "qcow2", empty.stat().st_size, 1)
+        except (OSError, SandboxError) as error:
+            raise CreateFailed("disk", str(error)) from error
+
+    def _fill(
+        self, sandbox_id: str, pid: int, manifest: Manifest, pages: Sequence[Path], descriptors: Sequence[int]
+    ) -> None:
+        region = find_region(pid, manifest.ram_bytes)
+        save_region(self._host.layout.home(sandbox_id), region.start)
+        _fill(region, pages, descriptors)
+
+    async def _load(self, instance: MicroVMInstance, state: int) -> None:
+        """Give it its devices. Raises `SandboxError`."""
+        await instance.control.execute("migrate-incoming", {"uri": f"fd:{state}"})
+        deadline = time.monotonic() + _LOAD_TIMEOUT
+        while time.monotonic() < deadline:
+            status = (await instance.control.execute("query-migrate")).get("status")
+            if status == "completed":
+                return
+            if status == "failed":
+                raise SandboxError("QEMU did not take the device state")
+            await asyncio.sleep(0.002)
+        raise SandboxError(f"QEMU did not load the device state within {_LOAD_TIMEOUT:g} s")
+
+
+def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> None:
+    """Give a VMM the RAM of its guest: the file of the first descriptor, above it the deltas of the others."""
+    mappings = [Mapping(region.start, region.size, descriptors[0])]
+    with ExitStack() as stack:
+        deltas = [stack.enter_context(Delta(path)) for path in pages]
+        numbers = dict(zip(deltas, descriptors[1:], strict=True))
+        pieces = overlay(deltas)
+        least = _MAPPED_PAGES
+        while sum(piece.end - piece.first >= least for piece in pieces) > _MAPPINGS_MAX:
+            least *= 2
+        big = [piece for piece in pieces if piece.end - piece.first >= least]
+        mappings += [_mapping(region, piece, numbers[piece.delta]) for piece in big]
+        map_over(region.pid, mappings, descriptors)
+        _copy(region, [piece for piece in pieces if piece.end - piece.first < least])
+
+
+def _mapping(region: Region, piece: Piece, descriptor: int) -> Mapping:
+    at, length = region.start + piece.first * PAGE, (piece.end - piece.first) * PAGE
+    if piece.run.offset is None:
+        return Mapping(at, length)
+    return Mapping(at, length, descriptor, piece.run.offset + (piece.first - piece.run.first) * PAGE)
+
+
+def _copy(region: Region, pieces: Sequence[Piece]) -> None:
+    if not pieces:
+        return
+    with open(f"/proc/{region.pid}/mem", "r+b", buffering=0) as memory:
+        for at, data in _contents(pieces):
+            if os.pwrite(memory.fileno(), data, region.start + at) != len(data):
+                raise SandboxError(f"the memory of the VMM {region.pid} could not be written")
+
+
+def _contents(pieces: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
+    last: tuple[object, bytes] = (None, b"")
+    for piece in pieces:
+        if last[0] is not piece.run:
+            last = (piece.run, piece.delta.read(piece.run))
+        skip = (piece.first - piece.run.first) * PAGE
+        yield piece.first * PAGE, last[1][skip : skip + (piece.end - piece.first) * PAGE]
+
+
+def without_layer(spec: SandboxSpec) -> SandboxSpec:
+    """Of a copy with memory: its disk holds what the topmost layer had, so that it stands on those below."""
+    return replace(spec, rootfs=replace(spec.rootfs, layers=list(spec.rootfs.layers[1:])), memory=None)

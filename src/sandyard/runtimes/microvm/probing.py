@@ -1,0 +1,50 @@
+"""The accelerator of this host, found out by booting a guest with each that may be used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from dataclasses import replace
+
+from sandyard.errors import HostError, SandboxError
+from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.microvm.assets import ready_assets
+from sandyard.runtimes.microvm.bringup import BringUp
+from sandyard.runtimes.microvm.choice import Choice, candidates, find_engine, remember, remembered
+from sandyard.runtimes.microvm.host import Host
+
+
+async def choose(host: Host, bring_up: BringUp) -> Choice:
+    """What works, as it was found out since the host booted, or now. Raises `HostError`."""
+    if os.geteuid() != 0:
+        raise HostError("the microVM runtime needs root", remedy="run as root (sudo sandyard …)")
+    host.layout.prepare()
+    await asyncio.to_thread(host.cgroups.prepare)
+    engine, assets = find_engine(host.settings), await ready_assets(host.settings)
+    allowed = candidates(host.settings)
+    known = await asyncio.to_thread(remembered, host.layout, engine, assets, allowed)
+    if known is not None:
+        return Choice(engine, assets, *known)
+    failures: list[str] = []
+    for accel in allowed:
+        try:
+            choice = await _boots(host, bring_up, Choice(engine, assets, accel, 0.0))
+        except SandboxError as error:
+            failures.append(f"{accel}: {error.message}")
+            continue
+        await remember(host.layout, choice)
+        return choice
+    remedy = "look at microvm.kernel" if "tcg" in allowed else "set microvm.accel = auto: guests then run in software"
+    raise HostError(f"no guest boots ({'; '.join(failures)})", remedy=remedy)
+
+
+async def _boots(host: Host, bring_up: BringUp, choice: Choice) -> Choice:
+    """`choice` with the time a boot took. Raises `SandboxError`."""
+    sandbox_id, began = f"probe{secrets.token_hex(6)}", time.monotonic()
+    try:
+        await bring_up.start_probe(choice, sandbox_id)
+        return replace(choice, boot_seconds=time.monotonic() - began)
+    finally:
+        await finish(host.remove(sandbox_id))

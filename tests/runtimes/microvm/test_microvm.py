@@ -1,0 +1,113 @@
+"""Real guests: what differs from a container, one boot for many looks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from sandyard.config import PathSettings, Settings
+from sandyard.errors import CreateFailed, DeathReason, HostError
+from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.conformance.kit import Kit
+from sandyard.runtimes.microvm import MicroVMRuntime
+from sandyard.runtimes.microvm.assets import load_assets, make_assets
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
+SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
+
+
+def _fields(path: Path) -> dict[str, str]:
+    pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    return {name: value.strip() for name, value in pairs}
+
+
+async def made(runtime: MicroVMRuntime, base: Rootfs, name: str) -> tuple[MicroVMInstance, Kit]:
+    instance = await runtime.create(SandboxSpec(name, base, SMALL))
+    assert isinstance(instance, MicroVMInstance)
+    return instance, Kit(runtime, base, instance)
+
+
+async def test_without_setup_it_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="sandyard setup microvm"):
+        load_assets(Settings(paths=PathSettings(state=tmp_path, run=tmp_path)))
+
+
+async def test_a_half_made_setup_is_mended(settings: Settings) -> None:
+    first = await make_assets(settings)
+    first.initrd.unlink()
+    with pytest.raises(HostError, match="is missing"):
+        load_assets(settings)
+    assert await make_assets(settings) == first == load_assets(settings)
+
+
+async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    instance, kit = await made(runtime, base, "confined")
+    status = await asyncio.to_thread(_fields, Path(f"/proc/{instance.pid}/status"))
+    uid = runtime.host.layout.uid("confined")
+    assert status["Uid"].split() == [str(uid)] * 4
+    assert status["Groups"].split() == [str(uid)]
+    assert (status["CapEff"], status["NoNewPrivs"], status["Seccomp"]) == ("0" * 16, "1", "2")
+    root = Path(f"/proc/{instance.pid}/root")
+    assert not [name for name in ("etc", "root", "home", "var", "proc") if (root / name).exists()]
+    # What the VMM itself would meet: its own root, its own user.
+    tries = ["/etc/passwd", "/proc/1/environ", str(runtime.host.layout.assets / "manifest.json"), "/shared/kernel"]
+    body = "head -c1 $f >/dev/null 2>&1 && echo read; ( : >>$f ) 2>/dev/null && echo written"
+    script = f"for f in {' '.join(tries)}; do {body}; done"
+    enter = ["nsenter", f"--target={instance.pid}", "--mount", "--net", "--root"]
+    user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+    asked = await asyncio.create_subprocess_exec(*enter, *user, "sh", "-c", script, stdout=asyncio.subprocess.PIPE)
+    said, _ = await asked.communicate()
+    assert said.split() == [b"read"]  # the kernel it boots, and nothing of it can be written
+    networks = await asyncio.to_thread(_fields, Path(f"/proc/{instance.pid}/net/dev"))
+    assert [name.strip() for name in networks] == ["lo"]
+    assert await kit.output("cat /sys/fs/cgroup/sandbox/pids.max") == "64"
+
+
+async def test_deaths_have_reasons(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    instance, kit = await made(runtime, base, "panics")
+    await kit.start("echo c > /proc/sysrq-trigger")
+    death = await asyncio.wait_for(instance.wait_dead(), 120)
+    assert death.reason is DeathReason.CRASHED
+    assert "Kernel panic" in death.detail
+    await runtime.destroy("panics")
+    other, _ = await made(runtime, base, "killed")
+    os.kill(other.pid, signal.SIGKILL)
+    assert (await asyncio.wait_for(other.wait_dead(), 30)).reason is DeathReason.HOST
+    assert await runtime.adopt("killed") is None
+
+
+async def test_a_new_server_adopts_what_runs_and_what_is_paused(
+    runtime: MicroVMRuntime, base: Rootfs, settings: Settings
+) -> None:
+    _, kit = await made(runtime, base, "adopted")
+    process = await kit.start("i=0; while :; do i=$((i+1)); echo $i > /tmp/n; sleep 0.1; done")
+    await runtime.close()
+    later = MicroVMRuntime(settings)
+    try:
+        adopted = await later.adopt("adopted")
+        assert adopted is not None
+        assert process.pid in await adopted.agent.processes()
+        await adopted.pause()
+        await later.close()
+        last = MicroVMRuntime(settings)
+        again = await last.adopt("adopted")
+        assert again is not None
+        assert again.paused
+        await again.resume()
+        assert process.pid in await again.agent.processes()
+        await last.destroy("adopted")
+        await last.close()
+    finally:
+        await later.close()
+
+
+async def test_a_network_is_refused_before_anything_happens(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    with pytest.raises(CreateFailed) as caught:
+        await runtime.create(SandboxSpec("wired", base, SMALL, network=Path("/run/netns/none")))
+    assert caught.value.stage == "network"
+    assert "wired" not in await runtime.list()
