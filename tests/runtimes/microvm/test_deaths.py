@@ -17,9 +17,8 @@ from sandyard.runtimes.base import Death, Instance, Resources, Rootfs, SandboxSp
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.runtimes.microvm.instance import MicroVMInstance
-from tests.yard import needs_qemu
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(600), needs_qemu]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
 OUT_OF_MEMORY = """
 import os
