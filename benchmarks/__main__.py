@@ -16,11 +16,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import openenv, picture, process_sessions, rollout, sandboxes, sessions, snapshots
+from benchmarks import microvm, openenv, picture, process_sessions, rollout, sandboxes, sessions, snapshots
 from benchmarks.measure import Figure, Report
 from sandyard.config import PoolSettings, Settings, load_settings
 from sandyard.connection import Connection
+from sandyard.errors import HostError
 from sandyard.images.templates import TemplateStore
+from sandyard.runtimes.microvm.assets import make_assets
 from sandyard.server.embedded import EmbeddedServer
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,7 +33,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     arguments.add_argument("--rounds", type=int, default=20, help="samples of each short figure")
     arguments.add_argument(
-        "--only", choices=["sandboxes", "snapshots", "sessions", "rollout", "openenv", "process"], help="one section"
+        "--only",
+        choices=["sandboxes", "snapshots", "microvm", "sessions", "rollout", "openenv", "process"],
+        help="one section",
     )
     options = arguments.parse_args()
     report, before = Report(), _load()
@@ -39,6 +43,8 @@ def main() -> None:
         _sandboxes(report, options.rounds)
     if options.only in (None, "snapshots"):
         _snapshots(report, options.rounds)
+    if options.only in (None, "microvm"):
+        _microvm(report, options.rounds)
     if options.only in (None, "sessions"):
         _sessions(report)
     if options.only in (None, "rollout"):
@@ -64,6 +70,17 @@ def _snapshots(report: Report, rounds: int) -> None:
     with _own_yard(load_settings()) as settings, EmbeddedServer(_with_pool(settings, low=0, high=0)) as server:
         console.print("[dim]pause, snapshot, fork[/dim]")
         snapshots.standing_still(report, Connection.to(server), settings.paths.state, rounds)
+
+
+def _microvm(report: Report, rounds: int) -> None:
+    with _own_yard(load_settings()) as settings:
+        try:
+            asyncio.run(make_assets(settings))
+        except HostError as error:
+            report.skip("microvm", str(error))
+            return
+        console.print("[dim]microVMs, by the size of their memory and what of it changed[/dim]")
+        asyncio.run(microvm.memory(report, settings, max(rounds // 5, 3)))
 
 
 def _sessions(report: Report) -> None:

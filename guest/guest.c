@@ -259,6 +259,8 @@ static void enter_group(void)
 	if (child_group < 0)
 		give_up("open", INSIDE "/cgroup.procs");
 	need_text("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
+	/* A kernel without memory for itself, beyond the limit of the group, ends: it would only linger. */
+	need_text("/proc/sys/vm/panic_on_oom", "1");
 	setrlimit(RLIMIT_NOFILE, &files);
 }
 

@@ -76,6 +76,9 @@ async def _adopted(manager: SandboxManager, record: SandboxRecord) -> Sandbox | 
         elif record.pause_mode == PauseMode.FILESYSTEM:
             await manager.runtime.halt(record.id)  # a resume was under way, and nobody was told of it
             return await _halted(manager, record, PauseMode.FILESYSTEM)
+        elif manager.runtime.capabilities.memory_snapshot:
+            await manager.runtime.suspend(record.id)  # as above
+            return await _halted(manager, record, PauseMode.FULL)
         else:
             await instance.pause()
             _set_paused(sandbox, record, PauseMode.FULL)

@@ -300,3 +300,23 @@ async def _refuse_to_wake(runtime: MicroVMRuntime, instance: Instance) -> None:
         await runtime.wake(instance.spec)
     kept.rename(state)
     assert await runtime.suspended() == [instance.spec.sandbox_id]
+
+
+async def test_many_snapshots_and_pauses_stay_as_quick_as_one(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path
+) -> None:
+    instance, kit = await made(runtime, base, "often")
+    counter = await kit.start(COUNTER)
+    own = runtime.host.layout.disk("often")
+    for count in range(12):
+        await kit.output(f"echo {count} >> /root/log")
+        if count % 2:
+            await instance.commit(layers / f"layer{count}", durable=False, memory=count % 4 == 1)
+        else:
+            await runtime.suspend("often")
+            woken = await runtime.wake(instance.spec)
+            assert isinstance(woken, MicroVMInstance)
+            instance, kit = woken, Kit(runtime, base, woken)
+        assert len(list(own.glob("disk*.qcow2"))) <= 8
+    assert (await kit.output("cat /root/log")).split() == [str(count) for count in range(12)]
+    await counting(kit, counter.pid)

@@ -91,10 +91,12 @@ class BringUp:
         return MicroVMInstance(spec, pid, pidfd, self._runtime)
 
     async def control(self, instance: MicroVMInstance) -> None:
-        """Connect to its VMM. Raises `CreateFailed`."""
-        sandbox_id = instance.spec.sandbox_id
+        """Connect to a VMM that was started, and limit what it does to the host's disk. Raises `CreateFailed`."""
+        sandbox_id, rate = instance.spec.sandbox_id, self._host.settings.microvm.disk_mb_s << 20
         try:
             await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+            if rate:
+                await instance.limit_disk(rate)
         except SandboxError as error:
             raise CreateFailed("vmm", f"{error.message}: {self._host.said(sandbox_id)}") from error
 

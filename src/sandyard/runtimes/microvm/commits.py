@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from sandyard.errors import SandboxError, SandyardError, Unsupported
 from sandyard.runtimes.base import SandboxSpec
@@ -17,7 +22,11 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN, run_confined
 from sandyard.runtimes.microvm.starting import LAYER_FILES_MAX
 
+log = structlog.get_logger("sandyard.microvm")
+
 _TIMEOUT = 600.0
+_JOB = "shorten"
+_POLL = 0.02
 
 
 async def commit(host: Host, instance: MicroVMInstance, target: Path, *, durable: bool) -> int:
@@ -26,7 +35,9 @@ async def commit(host: Host, instance: MicroVMInstance, target: Path, *, durable
     check_depth(spec)
     swap = await Swap.prepare(host, instance)
     await finish(_exchange(instance, swap))
-    return await flatten(host, spec, swap.number, target, durable)
+    size = await flatten(host, spec, swap.number, target, durable)
+    await shorten(host, instance)
+    return size
 
 
 async def commit_halted(host: Host, spec: SandboxSpec, target: Path, number: int | None = None) -> int:
@@ -62,8 +73,6 @@ class Swap:
         """Make the image, which belongs to nobody yet. Raises `Unsupported`, `SandboxError`."""
         own = host.layout.disk(instance.spec.sandbox_id)
         number = disk.top(own)
-        if number + 1 >= disk.DEEPEST:
-            raise Unsupported(f"sandbox {instance.spec.sandbox_id} was committed {number} times; no more is possible")
         size = (own / disk.BLANK).stat().st_size
         path = await in_thread(disk.above, own, disk.image(number), "qcow2", size, number + 1)
         return cls(instance, number, path)
@@ -104,10 +113,35 @@ async def _exchange(instance: MicroVMInstance, swap: Swap) -> None:
                 await instance.agent.freeze(False)
 
 
+async def shorten(host: Host, instance: MicroVMInstance) -> None:
+    """Let the guest's disk be one image again where it has become a long chain of them; the guest goes on meanwhile.
+    Where that fails it stays a chain, and is tried again the next time."""
+    own = host.layout.disk(instance.spec.sandbox_id)
+    if await in_thread(disk.depth, own) < disk.DEEPEST:
+        return
+    number = disk.top(own)
+    try:
+        await instance.control.execute("block-stream", {"job-id": _JOB, "device": await _writing(instance)})
+        async with asyncio.timeout(_TIMEOUT):
+            while True:
+                if not await instance.control.execute("query-block-jobs"):  # done, it is none any more
+                    break
+                await asyncio.sleep(_POLL)
+        for each in await instance.control.execute("query-block"):
+            if _is_disk(each) and each["inserted"].get("backing_file_depth") == 0:
+                await in_thread(disk.keep_only, own, number)
+    except (SandboxError, TimeoutError) as error:
+        log.warning("the images of a sandbox stay a chain", sandbox=instance.spec.sandbox_id, error=str(error))
+
+
+def _is_disk(block: Mapping[str, Any]) -> bool:
+    return "dev-disk" in str(block.get("qdev", ""))
+
+
 async def _writing(instance: MicroVMInstance) -> str:
     """The name QEMU has for the image the guest writes to."""
     for each in await instance.control.execute("query-block"):
-        if str(each.get("qdev", "")).find("dev-disk") >= 0:
+        if _is_disk(each):
             return str(each["inserted"]["node-name"])
     raise SandboxError(f"sandbox {instance.spec.sandbox_id}: its VMM has no disk")
 

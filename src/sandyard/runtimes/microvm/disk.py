@@ -13,7 +13,7 @@ from sandyard.runtimes.durable import sync
 
 _MIB = 1 << 20
 BLANK = "blank.img"
-DEEPEST = 16  # images of one sandbox
+DEEPEST = 8  # images of one sandbox: then they are made one
 _JOURNAL_MB = 8
 _TIMEOUT = 600.0
 
@@ -69,6 +69,17 @@ def image(number: int) -> str:
 def top(home: Path) -> int:
     """The number of the image that is written to."""
     return max(int(path.stem.removeprefix("disk")) for path in home.glob("disk*.qcow2"))
+
+
+def depth(home: Path) -> int:
+    return len(list(home.glob("disk*.qcow2")))
+
+
+def keep_only(home: Path, number: int) -> None:
+    """Remove the images below, which nothing needs any more."""
+    for path in home.glob("disk*.qcow2"):
+        if path.name != image(number):
+            path.unlink()
 
 
 def take(scratch: Path, target: Path, durable: bool) -> int:

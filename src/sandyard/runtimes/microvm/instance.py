@@ -65,6 +65,14 @@ class MicroVMInstance(Instance):
             self._guest_ended(state)
         return state
 
+    async def limit_disk(self, bytes_per_second: int) -> None:
+        """How much it may read and write on its disk; 0: without a limit. Raises `QmpError`."""
+        kinds = ("bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr")
+        rate = {"bps": bytes_per_second, **dict.fromkeys(kinds, 0)}
+        for each in await self.control.execute("query-block"):
+            if "dev-disk" in str(each.get("qdev", "")):
+                await self.control.execute("block_set_io_throttle", {"id": each["qdev"], **rate})
+
     async def replace_agent(self, open_link: Callable[[], Awaitable[LinkAgent]]) -> None:
         """Close the old link, then take a new one: a port serves one at a time."""
         old, self._agent = self._agent, None

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 from sandyard.errors import CreateFailed, GuestError, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
@@ -23,6 +25,8 @@ from sandyard.runtimes.microvm.memory.image import Manifest, Unfit
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
 from sandyard.runtimes.microvm.memory.suspended import Suspended
 from sandyard.runtimes.microvm.starting import split_layers
+
+log = structlog.get_logger("sandyard.microvm")
 
 
 class Keeping:
@@ -78,6 +82,7 @@ class Keeping:
             conf_bytes = (self._host.layout.disk(spec.sandbox_id) / "conf.img").stat().st_size
             await in_thread(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
             size = await commits.flatten(self._host, spec, swap.number, target, durable)
+            await commits.shorten(self._host, instance)
             return size + await in_thread(image.taken, target)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
@@ -108,6 +113,7 @@ class Keeping:
         await finish(self._suspend(choice, instance, record))
         await finish(self._host.end(spec.sandbox_id))
         await in_thread(suspended.tidy, layout, record)
+        await finish(self._shorten(record))
 
     async def _suspend(self, choice: Choice, instance: MicroVMInstance, record: Suspended) -> None:
         layout, ran = self._host.layout, not instance.paused
@@ -129,6 +135,19 @@ class Keeping:
             if isinstance(error, OSError):
                 raise SandboxError(f"sandbox {record.spec.sandbox_id} could not be suspended: {error}") from error
             raise
+
+    async def _shorten(self, record: Suspended) -> None:
+        """Make its disk one image again where it has become a long chain of them."""
+        own = self._host.layout.disk(record.spec.sandbox_id)
+        if await in_thread(disk.depth, own) < disk.DEEPEST:
+            return
+        number = record.disk + 1
+        try:
+            await commits.commit_halted(self._host, record.spec, own / disk.image(number), record.disk)
+            await in_thread(suspended.save, self._host.layout, replace(record, disk=number))
+            await in_thread(disk.keep_only, own, number)
+        except (SandboxError, OSError) as error:  # it is suspended all the same
+            log.warning("the images of a sandbox stay a chain", sandbox=record.spec.sandbox_id, error=str(error))
 
     async def wake(self, choice: Choice, spec: SandboxSpec) -> MicroVMInstance:
         """`Runtime.wake`."""

@@ -1,0 +1,50 @@
+"""A server of one sandbox, to be killed: `python victim.py STATE RUN MOVE LAYER` makes one move with it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from sandyard.config import PathSettings, Settings
+from sandyard.images.base import build_base
+from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.microvm import MicroVMRuntime
+
+NAME = "victim"
+SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
+
+
+async def main(state: Path, run: Path, move: str, layer: Path) -> None:
+    runtime = MicroVMRuntime(Settings(paths=PathSettings(state=state, run=run)))
+    base = (await build_base(Settings())).rootfs
+    spec = SandboxSpec(NAME, base, SMALL, hostname=NAME)
+    if move == "wake":
+        print("go", flush=True)
+        await runtime.wake(spec)
+    else:
+        found = await runtime.adopt(NAME)
+        if found is None:
+            raise SystemExit("there is no sandbox")
+        print("go", flush=True)
+        await _move(runtime, found, base, move, layer)
+    print("done", flush=True)
+
+
+async def _move(runtime: MicroVMRuntime, found: Instance, base: Rootfs, move: str, layer: Path) -> None:
+    if move == "suspend":
+        await runtime.suspend(NAME)
+        return
+    await found.commit(layer, memory=True)
+    if move == "fork":
+        await runtime.create(copy_of(base, layer))
+
+
+def copy_of(base: Rootfs, layer: Path) -> SandboxSpec:
+    stack = replace(base, layers=[layer, *base.layers])
+    return SandboxSpec("child", stack, SMALL, hostname="child", memory=layer)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])))
