@@ -28,7 +28,7 @@ command -v git >/dev/null || apt_install git
 if [[ ,$extras, == *,dev,* ]]; then
   # Of the tests: a compiler with sanitizers for the agent (the package itself makes do with PyPI's ziglang where
   # there is none), both engines, a registry to pull from, what others make, push and build images with, a shell
-  # for images without a library, and what networks are made with.
+  # for images without a library, what networks are made with, and what guests with a kernel of their own run on.
   missing=()
   command -v cc >/dev/null || missing+=(gcc libc6-dev)
   # One of the puzzles' packages is compiled when it is installed.
@@ -40,6 +40,8 @@ if [[ ,$extras, == *,dev,* ]]; then
   command -v busybox >/dev/null || missing+=(busybox-static)
   command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
   command -v ip >/dev/null || [ -x /usr/sbin/ip ] || missing+=(iproute2)
+  command -v qemu-system-x86_64 >/dev/null || missing+=(qemu-system-x86)
+  command -v qemu-img >/dev/null || missing+=(qemu-utils)
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}"
 fi
 
