@@ -89,3 +89,14 @@ async def test_a_new_server_adopts_what_runs_and_what_is_paused(
         await last.close()
     finally:
         await later.close()
+
+
+async def test_a_link_is_opened_again_at_once(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    """However the end of one session and the begin of the next reach the agent: none waits for a second try."""
+    instance, kit = await made(runtime, base, "again")
+    process = await kit.start("while :; do echo x; done")
+    began = time.monotonic()
+    for _ in range(10):
+        assert await runtime.adopt("again") is instance
+        assert process.pid in await instance.agent.processes()
+    assert time.monotonic() - began < 14
