@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -41,7 +42,12 @@ async def test_a_half_made_setup_is_mended(settings: Settings) -> None:
     first.initrd.unlink()
     with pytest.raises(HostError, match="is missing"):
         load_assets(settings)
+    old = [first.initrd.with_name(f"initrd-old{number}") for number in range(4)]
+    for number, path in enumerate(old):
+        path.touch()
+        os.utime(path, (number, number))
     assert await make_assets(settings) == first == load_assets(settings)
+    assert [path.exists() for path in old] == [False, False, True, True]
 
 
 async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> None:
