@@ -4,6 +4,7 @@
 #include "watch.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -18,6 +19,8 @@ enum {
 	SMALL = 16384, /* what commands and their output need at most, as a rule */
 	ROOM = PAYLOAD_MAX + 64 * HEADER_SIZE, /* for one frame and the small ones that go with it */
 	BUCKETS = 1024,
+	FRESH_MS = 1000,
+	TOLD_LATE_MS = 100,
 };
 
 char boot_id[33];
@@ -27,6 +30,7 @@ static struct {
 	struct task task;
 	bool permanent; /* a port that cannot be accepted again */
 	bool readable, broken, greeted, deaf;
+	uint64_t greeted_at; /* ms */
 	size_t in_len, out_head, out_tail;
 	bool swollen; /* the buffers hold more memory than an idle agent should */
 	uint8_t *request; /* an OPEN in parts */
@@ -244,6 +248,9 @@ static void on_hello(struct reader *r)
 
 	close_streams();
 	request_forget();
+	if (lk.permanent) /* what is left of an earlier session is not for this one */
+		lk.out_head = lk.out_tail = 0;
+	lk.greeted_at = now_ms();
 	if (!known) {
 		protocol_error();
 		return;
@@ -388,6 +395,22 @@ static bool parse(void)
 	return room;
 }
 
+/* A port tells of its other side, and brings what that sends, in no order: soon after a greeting, an end may be
+ * that of the session before, told late. Then the other side is there in a moment, if not already. */
+static bool ended_before(void)
+{
+	struct pollfd port = {.fd = lk.io.fd};
+
+	if (!lk.permanent || !lk.greeted || now_ms() > lk.greeted_at + FRESH_MS)
+		return false;
+	for (int i = 0; i < TOLD_LATE_MS; i++) {
+		if (poll(&port, 1, 0) >= 0 && !(port.revents & POLLHUP))
+			return true;
+		usleep(1000);
+	}
+	return false;
+}
+
 static enum progress link_run(struct task *task)
 {
 	(void)task;
@@ -406,7 +429,7 @@ static enum progress link_run(struct task *task)
 			lk.swollen |= lk.in_len > SMALL;
 		} else if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
 			lk.readable = errno == EINTR;
-		} else {
+		} else if (!ended_before()) {
 			lk.readable = false;
 			lk.broken = true;
 			lk.deaf = false;

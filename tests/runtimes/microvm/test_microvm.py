@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,12 @@ async def test_a_half_made_setup_is_mended(settings: Settings) -> None:
     first.initrd.unlink()
     with pytest.raises(HostError, match="is missing"):
         load_assets(settings)
+    old = [first.initrd.with_name(f"initrd-old{number}") for number in range(4)]
+    for number, path in enumerate(old):
+        path.touch()
+        os.utime(path, (number, number))
     assert await make_assets(settings) == first == load_assets(settings)
+    assert [path.exists() for path in old] == [False, False, True, True]
 
 
 async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> None:
@@ -89,3 +96,14 @@ async def test_a_new_server_adopts_what_runs_and_what_is_paused(
         await last.close()
     finally:
         await later.close()
+
+
+async def test_a_link_is_opened_again_at_once(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    """However the end of one session and the begin of the next reach the agent: none waits for a second try."""
+    instance, kit = await made(runtime, base, "again")
+    process = await kit.start("while :; do echo x; done")
+    began = time.monotonic()
+    for _ in range(10):
+        assert await runtime.adopt("again") is instance
+        assert process.pid in await instance.agent.processes()
+    assert time.monotonic() - began < 14

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import subprocess
 from ipaddress import IPv4Network
@@ -13,6 +14,7 @@ from sandyard.errors import CreateFailed, HostError
 from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.cpio import Cpio
+from sandyard.runtimes.microvm.images import sweep
 from sandyard.runtimes.microvm.machine import Drive, Machine
 from sandyard.runtimes.microvm.modules import Modules
 from sandyard.runtimes.microvm.starting import split_layers
@@ -112,3 +114,18 @@ def test_a_machine_is_confined_and_can_be_restored() -> None:
     quick = Machine("qemu", "kvm", Path("k"), Path("i"), 256, 1, 7, 8, [disk]).command()
     assert any(part.startswith("microvm,") for part in quick)
     assert any(part.startswith("virtio-blk-device,") for part in quick)
+
+
+def test_images_of_layers_that_are_gone_go_too(tmp_path: Path) -> None:
+    images, layer = tmp_path / "images", tmp_path / "layer"
+    images.mkdir()
+    layer.mkdir()
+    records = {"used": [layer], "gone": [layer, tmp_path / "nothing"]}
+    for name, layers in records.items():
+        (images / f"{name}.img").touch()
+        (images / f"{name}.json").write_text(json.dumps([str(path) for path in layers]))
+    for name in ("blank-64.img", ".other.making", "unknown.img", "half.img"):
+        (images / name).touch()
+    (images / "half.json").write_text("[")
+    sweep(images)
+    assert sorted(path.name for path in images.iterdir()) == [".other.making", "blank-64.img", "used.img", "used.json"]

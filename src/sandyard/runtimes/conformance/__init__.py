@@ -3,7 +3,7 @@
 Each module holds the checks of one subject; importing it registers them.
 """
 
-from sandyard.runtimes.conformance import commits, files, isolation, lifecycle, limits, pausing, processes
+from sandyard.runtimes.conformance import commits, files, isolation, lifecycle, limits, memory, pausing, processes
 from sandyard.runtimes.conformance.runner import CHECKS, Check, CheckResult, run_conformance, summary
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "isolation",
     "lifecycle",
     "limits",
+    "memory",
     "pausing",
     "processes",
     "run_conformance",

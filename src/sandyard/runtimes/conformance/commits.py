@@ -52,7 +52,8 @@ for where, names, files in sorted(os.walk("/data")):
 
 
 @asynccontextmanager
-async def _layers() -> AsyncIterator[Path]:
+async def layer_home() -> AsyncIterator[Path]:
+    """Where a check may put layers."""
     with tempfile.TemporaryDirectory(prefix="sandyard-layers-") as home:
         yield Path(home)
 
@@ -65,7 +66,7 @@ async def _on(kit: Kit, *layers: Path, below: Sequence[Path] | None = None) -> I
     return await kit.runtime.create(SandboxSpec(sandbox_id, rootfs, SMALL, sandbox_id))
 
 
-async def _end(kit: Kit, *sandboxes: Instance) -> None:
+async def end(kit: Kit, *sandboxes: Instance) -> None:
     for sandbox in sandboxes:
         await kit.runtime.destroy(sandbox.spec.sandbox_id)
 
@@ -74,7 +75,7 @@ async def _end(kit: Kit, *sandboxes: Instance) -> None:
 async def _keeps(kit: Kit) -> None:
     await kit.python(_MAKE)
     wanted = await kit.python(_SHOW)
-    async with _layers() as home:
+    async with layer_home() as home:
         size = await kit.sandbox.commit(home / "one")
         expect(0 < size < 10 << 20, f"it takes {size} bytes")
         copy = await _on(kit, home / "one")
@@ -82,7 +83,7 @@ async def _keeps(kit: Kit) -> None:
         expect(got == wanted, f"it was\n{wanted}\nand is\n{got}")
         expect(await kit.output("cat /data/setuid", agent=copy.agent) == "setuid" * 1000, "other content")
         expect(await kit.output("sudo -n id -u", user="user", agent=copy.agent) == "0", "sudo does not work")
-        await _end(kit, copy)
+        await end(kit, copy)
 
 
 @check("a commit keeps what was deleted, replaced and emptied", own=True, needs="file_snapshot")
@@ -93,33 +94,33 @@ async def _whiteouts(kit: Kit) -> None:
     )
     show = "ls -A /usr/share; readlink /opt; stat -c %F /etc/shells; ls -A /etc/moved; ls -d /etc/skel /etc/os-release"
     wanted = (await kit.run(show)).text
-    async with _layers() as home:
+    async with layer_home() as home:
         await kit.sandbox.commit(home / "one")
         copy = await _on(kit, home / "one")
         got = (await kit.run(show, agent=copy.agent)).text
         expect(got == wanted, f"it was {wanted!r} and is {got!r}")
-        await _end(kit, copy)
+        await end(kit, copy)
 
 
 @check("a committed sandbox goes on, and its copies are apart", own=True, needs="file_snapshot")
 async def _goes_on(kit: Kit) -> None:
     process = await kit.start("echo before > /file; read line; echo $line >> /file; cat /file", stdin=True)
     await kit.output("until test -s /file; do sleep 0.01; done")
-    async with _layers() as home:
+    async with layer_home() as home:
         await kit.sandbox.commit(home / "one")
         first, second = await asyncio.gather(_on(kit, home / "one"), _on(kit, home / "one"))
         await process.write_stdin(b"after\n")
         expect([data async for _, data in process.output()] == [b"before\nafter\n"], "the source did not go on")
         await kit.output("echo other > /file; rm -rf /usr/share", agent=first.agent)
         expect(await kit.output("cat /file; ls -d /usr/share", agent=second.agent) == "before\n/usr/share", "shared")
-        await _end(kit, first, second)
+        await end(kit, first, second)
 
 
 @check("a commit is of one instant", own=True, needs="file_snapshot")
 async def _one_instant(kit: Kit) -> None:
     await kit.start("i=0; while :; do i=$((i+1)); echo $i > /first; echo $i > /second; done")
     await kit.output("until test -s /second; do sleep 0.01; done")
-    async with _layers() as home:
+    async with layer_home() as home:
         for name in ("one", "two", "three"):
             await kit.sandbox.commit(home / name)
             copy = await _on(kit, home / name)
@@ -127,7 +128,7 @@ async def _one_instant(kit: Kit) -> None:
             numbers = [int(word) for word in said]
             # The writer may have just emptied one of the two, or not have written the second yet.
             expect(len(numbers) < 2 or numbers[0] - numbers[1] in (0, 1), f"the files say {numbers}")
-            await _end(kit, copy)
+            await end(kit, copy)
 
 
 @check("a paused sandbox can be committed and stays paused", own=True, needs="file_snapshot")
@@ -136,19 +137,19 @@ async def _paused(kit: Kit) -> None:
         return
     await kit.output("echo kept > /kept")
     await kit.sandbox.pause()
-    async with _layers() as home:
+    async with layer_home() as home:
         await kit.sandbox.commit(home / "one")
         expect(kit.sandbox.paused, "it runs")
         copy = await _on(kit, home / "one")
         expect(await kit.output("cat /kept", agent=copy.agent) == "kept", "the file is missing")
-        await _end(kit, copy)
+        await end(kit, copy)
     await kit.sandbox.resume()
     await kit.agent.hello()
 
 
 @check("layers stand on layers", own=True, needs="file_snapshot")
 async def _chain(kit: Kit) -> None:
-    async with _layers() as home:
+    async with layer_home() as home:
         await kit.output("echo 1 > /one; echo 1 > /all; mkdir /gone; echo 1 > /gone/file")
         await kit.sandbox.commit(home / "one")
         second = await _on(kit, home / "one")
@@ -160,12 +161,12 @@ async def _chain(kit: Kit) -> None:
         last = await _on(kit, home / "three", below=third.spec.rootfs.layers)
         said = await kit.output("cat /one /two /three /all; ls /gone; ls -d /usr/share", agent=last.agent)
         expect(said.split() == ["1", "2", "3", "3", "/usr/share"], f"it says {said!r}")
-        await _end(kit, second, third, last)
+        await end(kit, second, third, last)
 
 
 @check("a commit that fails leaves nothing, and the sandbox running", own=True, needs="file_snapshot")
 async def _fails(kit: Kit) -> None:
-    async with _layers() as home:
+    async with layer_home() as home:
         await kit.sandbox.commit(home / "one")
         for target in (home / "one", home / "missing" / "two"):
             try:
@@ -187,11 +188,11 @@ async def _booted(kit: Kit) -> None:
     await kit.runtime.halt(kit.sandbox.spec.sandbox_id)
     booted = await kit.runtime.boot(kit.sandbox.spec)
     await kit.output("echo new > /new", agent=booted.agent)
-    async with _layers() as home:
+    async with layer_home() as home:
         await booted.commit(home / "one")
         copy = await _on(kit, home / "one")
         expect(await kit.output("cat /old /new", agent=copy.agent) == "old\nnew", "files are missing")
-        await _end(kit, copy)
+        await end(kit, copy)
 
 
 async def _successive(kit: Kit, home: Path, count: int) -> tuple[list[Path], list[int]]:
@@ -209,7 +210,7 @@ async def _successive(kit: Kit, home: Path, count: int) -> tuple[list[Path], lis
 @check("a commit above an earlier one costs what changed, and is whole", own=True, needs="small_commits")
 async def _increments(kit: Kit) -> None:
     await kit.output("mkdir /data; head -c 16777216 /dev/urandom > /data/big; echo x > /data/gone")
-    async with _layers() as home:
+    async with layer_home() as home:
         layers, sizes = await _successive(kit, home, 2)
         expect(kit.runtime.name == "memory" or sizes[1] < sizes[0] / 8, f"they take {sizes} bytes")
         show = "cd /data; ls; cat last; md5sum *"
@@ -218,7 +219,7 @@ async def _increments(kit: Kit) -> None:
         expect(await kit.output(show, agent=copy.agent) == wanted, "another state")
         before = await _on(kit, layers[0])
         expect(await kit.output("cat /data/last", agent=before.agent) == "0", "the first commit is another one now")
-        await _end(kit, copy, before)
+        await end(kit, copy, before)
 
 
 @check(
@@ -226,14 +227,14 @@ async def _increments(kit: Kit) -> None:
 )
 async def _deep(kit: Kit) -> None:
     await kit.output("mkdir /data; head -c 4194304 /dev/urandom > /data/big")
-    async with _layers() as home:
+    async with layer_home() as home:
         layers, _ = await _successive(kit, home, 12)
         for number in (11, 8, 3):
             expect(_ancestors(kit, layers[number]) <= set(layers[:number]), f"{number} needs others")
             copy = await _on(kit, layers[number])
             got = await kit.output("cat /data/last; ls /data | wc -l", agent=copy.agent)
             expect(got == f"{number}\n{number + 4}", f"commit {number} has {got!r}")
-            await _end(kit, copy)
+            await end(kit, copy)
         for layer in layers[:-1]:  # what is in the way of nobody may go
             if layer not in _ancestors(kit, layers[-1]):
                 for path in home.glob(f"{layer.name}*"):
@@ -241,7 +242,7 @@ async def _deep(kit: Kit) -> None:
                         path.unlink()
         copy = await _on(kit, layers[-1])
         expect(await kit.output("cat /data/last", agent=copy.agent) == "11", "it needed more than it said")
-        await _end(kit, copy)
+        await end(kit, copy)
 
 
 def _ancestors(kit: Kit, layer: Path) -> set[Path]:

@@ -24,6 +24,7 @@ from sandyard.runtimes.microvm.modules import Modules
 
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 _REMEDY = "run: sandyard setup microvm"
+_KEPT = 2
 _MAGIC_AT = 0x202  # of the boot protocol, in a bzImage
 
 
@@ -89,7 +90,17 @@ def _make(settings: Settings) -> Assets:
     )
     manifest = {**asdict(record), "kernel": str(record.kernel), "initrd": str(record.initrd)}
     _put(layout.assets / "manifest.json", json.dumps(manifest, indent=2).encode(), again=True)
+    for current in (record.kernel, record.initrd):
+        _forget_old(current)
     return record
+
+
+def _forget_old(current: Path) -> None:
+    """Remove what came before, but for the last few: a server that runs may be of an earlier version."""
+    kind = f"{current.name.partition('-')[0]}-*"
+    others = [path for path in current.parent.glob(kind) if path != current]
+    for old in sorted(others, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+        old.unlink(missing_ok=True)
 
 
 def ram_disk(agent: bytes, modules: Path) -> bytes:

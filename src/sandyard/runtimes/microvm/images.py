@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from sandyard.errors import CreateFailed
 
-FORMAT = 1  # change when the making of images changes
+FORMAT = 2  # change when the making of images changes
 ID_COUNT = 65536
 _MIB = 1 << 20
 _TIMEOUT = 1800.0
@@ -51,13 +52,33 @@ def image_of(layers: Sequence[Path], images: Path, uid_base: int) -> Path:
         if not path.exists():
             scratch = images / f".{name}.making"
             try:
+                sweep(images)
                 _make(layers, scratch, uid_base)
+                path.with_suffix(".json").write_text(json.dumps([str(layer) for layer in layers]))
                 scratch.replace(path)
             except (OSError, subprocess.SubprocessError) as error:
                 raise CreateFailed("rootfs", f"block image of {layers[0]}: {error}") from error
             finally:
                 scratch.unlink(missing_ok=True)
     return path
+
+
+def sweep(images: Path) -> None:
+    """Remove the images of layers that are gone: nothing can start from them any more. A guest that runs keeps
+    what it has. Blocking."""
+    for path in images.glob("*.img"):
+        record = path.with_suffix(".json")
+        if path.name.startswith((".", "blank-")) or (record.exists() and _all_there(record)):
+            continue
+        for garbage in (path, record, images / f".{path.stem}.lock"):
+            garbage.unlink(missing_ok=True)
+
+
+def _all_there(record: Path) -> bool:
+    try:
+        return all(Path(layer).exists() for layer in json.loads(record.read_text()))
+    except (OSError, ValueError):  # another one swept it, or a crash left half of it
+        return False
 
 
 def _name(layers: Sequence[Path], uid_base: int) -> str:
