@@ -16,6 +16,7 @@ from sandyard.images.garbage.base import Checkup, Finding
 from sandyard.images.garbage.checks import note
 from sandyard.runtimes.container.derived import delta_of, exists, parent_of
 from sandyard.runtimes.deltas import Delta
+from sandyard.sandboxes.storage import guests
 from sandyard.sandboxes.storage.references import References
 
 _SUPERBLOCK, _MAGIC = 1024, 0xEF53
@@ -139,7 +140,9 @@ def _problem(layer: Path, *, deep: bool) -> str | None:
                 if deep:
                     delta.verify()
             return None
-        return _file_system(layer, deep=deep) if layer.is_file() else None
+        if not layer.is_file():
+            return None
+        return guests.problem_of(layer, deep=deep) if guests.is_guests(layer) else _file_system(layer, deep=deep)
     except FileNotFoundError:
         return None  # merged or removed meanwhile
     except (SandboxError, OSError) as error:

@@ -1,0 +1,44 @@
+"""What is checked of layers that microVMs wrote: their disk, and the memory beside it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from sandyard.errors import SandboxError
+from sandyard.runtimes.microvm.memory import image
+
+_MAGIC = b"QFI\xfb"  # of a qcow2 image
+
+
+def is_guests(layer: Path) -> bool:
+    """Whether a microVM wrote this file."""
+    with layer.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def problem_of(layer: Path, *, deep: bool) -> str | None:
+    """What is wrong with a layer that `is_guests`. Deeply, all of its memory is read, and the tables of its disk by
+    `qemu-img`, where that is installed. Blocking. Raises `OSError`."""
+    try:
+        if image.exists(layer):
+            _memory(layer, deep=deep)
+    except SandboxError as error:
+        return error.message
+    tool = shutil.which("qemu-img")
+    if not deep or tool is None:
+        return None
+    done = subprocess.run([tool, "check", "-q", "-U", "-f", "qcow2", str(layer)], capture_output=True, text=True)
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return f"qemu-img check: {' '.join(said[-2:])}" if done.returncode else None
+
+
+def _memory(layer: Path, *, deep: bool) -> None:
+    manifest = image.load(layer)
+    if deep:
+        image.Checker().check(layer, manifest)
+        return
+    for path in (image.part(layer, "ram"), image.part(layer, "state"), *image.pages_of(layer, manifest)):
+        if not path.is_file():
+            raise SandboxError(f"its memory is not whole: {path.name} is gone")
