@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from e2b import Sandbox
 
 from sandyard.config import Settings
 from sandyard.images.base import build_base
@@ -17,6 +18,7 @@ from sandyard.network.slots import Slots
 from sandyard.runtimes.base import Resources, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
+from sandyard.server.embedded import EmbeddedServer
 from tests.network.conftest import Internet
 from tests.yard import guest_settings, needs_qemu
 
@@ -99,6 +101,37 @@ async def test_its_root_can_change_its_own_side_only(guest: Kit, slots: Slots, i
     assert await fetch(guest, web)
     links = await asyncio.to_thread(os.listdir, slots.directory / "guest" / "sys" / "class" / "net")
     assert sorted(links) == ["lo", "tap0"]
+
+
+@pytest.mark.full
+def test_over_the_sdk(settings: Settings, internet: Internet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules at create, later, through a pause that keeps memory, and in a fork."""
+    with EmbeddedServer(asyncio.run(guest_settings(settings))) as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        box = Sandbox.create("base", timeout=300, network={"deny_out": [internet.other]})
+        counting = box.commands.run("while sleep 0.2; do date >> /tmp/ticks; done", background=True)
+        assert reached(box, f"http://{internet.web}/")
+        assert not reached(box, f"http://{internet.other}/")
+        box.pause()
+        box = Sandbox.connect(box.sandbox_id)
+        assert counting.pid in [process.pid for process in box.commands.list()]
+        assert reached(box, "http://good.test/")
+        assert not reached(box, f"http://{internet.other}/")
+        (copy,) = box.fork()
+        assert isinstance(copy, Sandbox)
+        assert counting.pid in [process.pid for process in copy.commands.list()]
+        assert reached(copy, f"http://{internet.web}/")
+        assert not reached(copy, f"http://{internet.other}/")
+        copy.update_network({"allow_internet_access": False})
+        assert not reached(copy, f"http://{internet.web}/")
+        assert reached(box, f"http://{internet.web}/")
+        copy.kill()
+        box.kill()
+
+
+def reached(box: Sandbox, url: str) -> bool:
+    return box.commands.run(f"curl -sS --max-time 40 {url} || true", timeout=60).stdout != ""
 
 
 SET_ADDRESS = """

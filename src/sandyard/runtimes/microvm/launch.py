@@ -32,6 +32,7 @@ shift 4
 if [ -n "$gate" ]; then
     for link in eth0 TAP; do ! ip link show $link >/dev/null 2>&1 || ip link delete $link; done
     ip tuntap add dev TAP mode tap user $user
+    ip link set TAP address 02:00:0a:c8:00:01  # a restored guest remembers it
     ip address add $gate dev TAP
     ip link set TAP up
     # The listeners behind it are on loopback.
