@@ -19,6 +19,7 @@ from tests.compat.workshop import ROOT, PartFailed, Workshop
 
 PARTS: Mapping[str, Callable[[Workshop], list[Row]]] = {
     "python": python_sdk.run,
+    "microvm": python_sdk.run_over_guests,
     "js": js_sdk.run,
     "clients": clients.run,
     "interpreter": clients.run_interpreter,

@@ -6,11 +6,12 @@ to learn which those are. What remains passes with no server and says nothing ab
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.compat.outcomes import Outcomes, count, failing, of_pytest, passing
 from tests.compat.report import Row
-from tests.compat.servers import Target, by_host_name, by_url
+from tests.compat.servers import Target, by_host_name, by_url, of_guests
 from tests.compat.ubuntu import ubuntu_registry
 from tests.compat.workshop import LONE, WORKERS, Workshop
 
@@ -23,6 +24,8 @@ NEEDS_INTERNET = (
     "internet_access_ or firewall_transform or (test_network and "
     "(specific_ip or deny_all or takes_precedence or update_network))"
 )
+OF_SANDBOXES = ("tests/sync/api_sync", "tests/sync/sandbox_sync")
+_FIRST = "from e2b import Sandbox; Sandbox.create(timeout=300, request_timeout=300).kill()"
 LEFT_OUT_MOST = 374 - 321  # live tests that may be left over by URL and without a way to the internet
 BY_HOST_NAME = 16
 _PLUGINS = ("pytest>=9,<10", "pytest-xdist>=3.3", "pytest-dotenv", "pytest-asyncio>=1.3,<2", "pytest-timeout>=2.4,<3")
@@ -40,6 +43,22 @@ def run(shop: Workshop) -> list[Row]:
     return [*_offline_rows(offline), *_live_rows(failing(offline), live, named)]
 
 
+def run_over_guests(shop: Workshop) -> list[Row]:
+    """What concerns a sandbox, over microVMs, one at a time: without KVM they run in software."""
+    suite = shop.copy_of_checkout() / "packages/python-sdk"
+    python = shop.venv("python-suite", [str(suite), *_PLUGINS])
+    live = failing(_offline(shop, suite, python))
+    with of_guests() as target:
+        # One sandbox first: the template's guest boots once, and all others are copies of it.
+        shop.run("microvm-first", [python, "-c", _FIRST], cwd=suite, env=target.env)
+        left_out = f"not ({NEEDS_HOST_NAMES} or {NEEDS_INTERNET})"
+        words = (*OF_SANDBOXES, "--timeout", "300")
+        outcomes = _pytest(shop, suite, python, target, "over-microvm", left_out, words, workers=1)
+    tried = live & set(outcomes)
+    left = [f"{name}: {outcomes[name].headline}" for name in sorted(failing(outcomes))]
+    return [Row("microvm", "own suite, of sandboxes", len(passing(outcomes) & live), len(tried), len(tried), left=left)]
+
+
 def _offline(shop: Workshop, suite: Path, python: Path) -> Outcomes:
     report = shop.cache / f"{suite.parents[1].name}-python-offline.xml"
     if not report.is_file():
@@ -49,9 +68,18 @@ def _offline(shop: Workshop, suite: Path, python: Path) -> Outcomes:
     return of_pytest(report)
 
 
-def _pytest(shop: Workshop, suite: Path, python: Path, target: Target, name: str, chosen: str) -> Outcomes:
+def _pytest(
+    shop: Workshop,
+    suite: Path,
+    python: Path,
+    target: Target,
+    name: str,
+    chosen: str,
+    tests: Sequence[str] = LIVE,
+    workers: int = WORKERS,
+) -> Outcomes:
     report = shop.logs / f"python-{name}.xml"
-    words: list[str | Path] = [python, "-m", "pytest", "-q", "-n", str(WORKERS), *LIVE, "-k", chosen]
+    words: list[str | Path] = [python, "-m", "pytest", "-q", "-n", str(workers), *tests, "-k", chosen]
     command = target.command([*words, *_reported(report)])
     return of_pytest(shop.suite(f"python-{name}", command, report, cwd=suite, env=target.env))
 

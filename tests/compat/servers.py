@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from sandyard.config import ImageSettings
 from sandyard.server.embedded import EmbeddedServer
 from tests.compat.names import name_server, with_names
-from tests.yard import node_home, node_settings
+from tests.yard import guest_settings, node_home, node_settings
 
 DOMAIN = "sbx.test"
 
@@ -38,6 +39,15 @@ def by_url(images: ImageSettings | None = None, *, internet: bool = False) -> It
         network = settings.network.model_copy(update={"egress": "on" if internet else "off"})
         settings = settings.model_copy(update={"images": images or ImageSettings(), "network": network})
         with EmbeddedServer(settings) as server:
+            yield Target(server.environment(), home)
+
+
+@contextmanager
+def of_guests() -> Iterator[Target]:
+    """As `by_url`, over microVMs."""
+    with node_home() as home:
+        settings = asyncio.run(guest_settings(node_settings(home, low=0, high=2)))
+        with EmbeddedServer(settings, ready_seconds=300.0) as server:
             yield Target(server.environment(), home)
 
 
