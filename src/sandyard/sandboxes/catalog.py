@@ -219,15 +219,24 @@ class Catalog:
     # --- writing ---
 
     async def add_template(
-        self, tenant: str, kind: str, names: Sequence[str] = (), *, source: str | None = None, public: bool = False
+        self,
+        tenant: str,
+        kind: str,
+        names: Sequence[str] = (),
+        *,
+        source: str | None = None,
+        public: bool = False,
+        template_id: str | None = None,
     ) -> Template:
-        """Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
+        """`template_id`: one that it has elsewhere, and that no template here has.
+
+        Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
         names = [check_name(name) for name in names]
         for name in names:
             if (other := self._taken(name, tenant)) is not None:
                 raise Conflict(f"name '{name}' already points to template {other.id}", remedy="delete that one first")
         now = time.time()
-        template = Template(new_id(), tenant, kind, list(names), public, now, now, source)
+        template = Template(template_id or new_id(), tenant, kind, list(names), public, now, now, source)
         self._templates[template.id] = template  # before the wait, so that the name is taken
         try:
             await self._put(template)
@@ -288,11 +297,11 @@ class Catalog:
         return self._layers
 
     @contextlib.contextmanager
-    def new_layer(self) -> Iterator[Path]:
-        """A path for `Instance.commit`; `collect` leaves it alone until the context ends. By then a
-        build (or a sandbox) names it, or it is nobody's."""
+    def new_layer(self, name: str | None = None) -> Iterator[Path]:
+        """A path for `Instance.commit`, of a `name` that a layer has elsewhere; `collect` leaves it alone until the
+        context ends. By then a build (or a sandbox) names it, or it is nobody's."""
         self._layers.mkdir(mode=0o711, parents=True, exist_ok=True)
-        path = self._layers / new_id()
+        path = self._layers / (name or new_id())
         self._reserved.add(path)
         try:
             yield path
