@@ -13,8 +13,10 @@ import zstandard
 from sandyard.store.blobs import BlobDamaged
 
 _PLAIN, _ZSTD = b"\0", b"\1"
-_LEVEL = 1  # of 1 to 19: 4 MiB of a Debian in 12 ms to 46%; level 3 takes 20 ms for 44%
-_WORTH = 0.95
+# Of 1 to 19. Of the base template, 51 chunks of 4 MiB on one core: level 1 takes 9 ms a chunk and leaves 37%, level 3
+# 15 ms and 32%, level 6 39 ms and 30%, zlib's first 42 ms and 38%; their SHA-256 takes 2 ms.
+_LEVEL = 1
+_WORTH = 0.95  # below that, whoever fetches it need not unpack it
 
 
 def digest_of(data: bytes) -> str:

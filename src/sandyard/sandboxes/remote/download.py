@@ -15,10 +15,10 @@ from sandyard.errors import BadRequest, HostError
 from sandyard.images.oci.unpack import unpack_layer
 from sandyard.runtimes.base import Runtime
 from sandyard.runtimes.deltas import Delta
-from sandyard.sandboxes.remote.chunks import chunk_key, decode, digest_of
-from sandyard.sandboxes.remote.known import Known
+from sandyard.sandboxes.remote.chunks import chunk_key, decode
+from sandyard.sandboxes.remote.known import Known, manifest_of
 from sandyard.sandboxes.remote.manifest import LayerManifest, layer_key, tree_name
-from sandyard.sandboxes.remote.source import DELTA, opened, present
+from sandyard.sandboxes.remote.source import DELTA, present
 from sandyard.sandboxes.remote.transfer import Transfer
 from sandyard.store.blobs import BlobDamaged, BlobMissing, BlobStore
 
@@ -94,15 +94,11 @@ class Downloader:
             known = await asyncio.to_thread(self._digest, path, manifest)
         if known != digest:
             raise BlobDamaged(f"layer {manifest.name} of {self._blobs.name} is another than the one of that name here")
-        await asyncio.to_thread(self._known.put, path, digest)
+        await asyncio.to_thread(self._known.put, path, manifest)
         return True
 
     def _digest(self, path: Path, wanted: LayerManifest) -> str:
-        """What the manifest of a layer that is here comes to, cut as `wanted` is."""
-        with opened(path, wanted.chunk_bytes, self._settings.container.uid_base, self._runtime) as source:
-            chunks = [(offset, len(data), digest_of(data)) for offset, data in source.pieces]
-        size = source.size or wanted.size
-        return LayerManifest(source.kind, source.name, size, wanted.chunk_bytes, wanted.parents, chunks).digest()
+        return manifest_of(path, wanted, self._settings.container.uid_base).digest()
 
     async def _fetch(
         self, digest: str, manifest: LayerManifest, layers: dict[str, LayerManifest], transfer: Transfer
@@ -116,7 +112,7 @@ class Downloader:
                     await self._fill(file.fileno(), manifest, transfer)
                 parent = layers[manifest.parents[0]].name if manifest.parents else None
                 await asyncio.to_thread(self._finish, partial, path, manifest, parent)
-                await asyncio.to_thread(self._known.put, path, digest)
+                await asyncio.to_thread(self._known.put, path, manifest)
         finally:
             await asyncio.shield(asyncio.to_thread(_discard, partial))
 

@@ -147,6 +147,11 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
+def is_new_id(text: str) -> bool:
+    """Whether it is of the form that nodes give ids, and people hardly ever names."""
+    return _NAME.fullmatch(text) is not None
+
+
 def folder_of(tenant: str) -> str:
     """Where the snapshots of a tenant are, and nobody else's."""
     if _PLAIN_TENANT.fullmatch(tenant):

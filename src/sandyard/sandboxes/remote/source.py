@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from sandyard.runtimes.base import Runtime
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.extents import extents
 from sandyard.sandboxes.remote.manifest import Kind
@@ -17,6 +16,7 @@ from sandyard.sandboxes.remote.packing import pack
 from sandyard.store.blobs import BlobError
 
 Piece = tuple[int, bytes]
+Needs = Callable[[Path], Path | None]
 DELTA = ".delta"
 
 
@@ -42,26 +42,32 @@ def present(layer: Path) -> bool:
     return os.path.lexists(layer) or layer.with_name(layer.name + DELTA).is_file()
 
 
+def stored_in(layer: Path) -> Path:
+    """The file or directory that a layer is kept in."""
+    delta = layer.with_name(layer.name + DELTA)
+    return delta if delta.is_file() else layer
+
+
 @contextmanager
-def opened(layer: Path, chunk: int, uid_base: int, runtime: Runtime) -> Iterator[Source]:
-    """Blocking, as is every step through `pieces`. What it gives is one state of the layer, also where it is merged
-    with those below meanwhile. Raises `LayerGone`, `SandboxError` for a damaged one."""
+def opened(layer: Path, chunk: int, uid_base: int, needs: Needs) -> Iterator[Source]:
+    """`needs` is `Runtime.needs`. Blocking, as is every step through `pieces`. What it gives is one state of the layer,
+    also where it is merged with those below meanwhile. Raises `LayerGone`, `SandboxError` for a damaged one."""
     try:
         if layer.is_dir():
             yield Source("tree", "", 0, None, 0, _cut(pack(layer, uid_base), chunk))
             return
-        delta = layer.with_name(layer.name + DELTA)
-        path, kind = (delta, "delta") if delta.is_file() else (layer, "file")
+        path = stored_in(layer)
+        kind: Kind = "file" if path == layer else "delta"
         with FileIO(path) as file:
-            found, parent = os.fstat(file.fileno()), runtime.needs(layer)
-            if not os.path.samestat(found, path.stat()) or (kind == "file" and delta.exists()):
+            found, parent = os.fstat(file.fileno()), needs(layer)
+            if not os.path.samestat(found, path.stat()) or stored_in(layer) != path:
                 raise LayerGone(f"layer {layer} was merged right now", remedy="try again")
             if kind == "delta":
                 with Delta(Path(f"/proc/self/fd/{file.fileno()}")) as whole:
                     whole.verify()
             expected = sum(end - begin for begin, end in extents(file.fileno()))
             pieces = _windows(file, found.st_size, chunk)
-            yield Source("delta" if kind == "delta" else "file", layer.name, found.st_size, parent, expected, pieces)
+            yield Source(kind, layer.name, found.st_size, parent, expected, pieces)
     except FileNotFoundError as error:
         raise LayerGone(f"layer {layer} is gone: {error.filename}") from error
 

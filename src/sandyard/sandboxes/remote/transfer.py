@@ -30,3 +30,8 @@ class Transfer:
 
     def finish(self, error: str | None = None) -> None:
         self.state, self.error, self.finished_at = "failed" if error else "done", error, time.time()
+
+    def renew(self) -> None:
+        """It begins from the start."""
+        self.total_bytes = self.done_bytes = self.skipped_bytes = 0
+        self.error, self.finished_at = None, None

@@ -43,7 +43,7 @@ class Uploader:
         if digest is not None and await self._stands(digest, depth):
             return digest
         with ExitStack() as stack:
-            opening = opened(layer, self._chunk, self._uid_base, self._runtime)
+            opening = opened(layer, self._chunk, self._uid_base, self._runtime.needs)
             source = await asyncio.to_thread(stack.enter_context, opening)
             parents = [await self.layer(source.parent, transfer, depth + 1)] if source.parent is not None else []
             transfer.total_bytes += source.expected
@@ -52,7 +52,7 @@ class Uploader:
         manifest = LayerManifest(source.kind, source.name, size, self._chunk, parents, chunks)
         digest = manifest.digest()
         await self._blobs.put(layer_key(digest), manifest.text())
-        await asyncio.to_thread(self._known.put, layer, digest)
+        await asyncio.to_thread(self._known.put, layer, manifest)
         return digest
 
     async def _stands(self, digest: str, depth: int) -> bool:

@@ -40,6 +40,8 @@ class BlobFull(BlobError):
 class BlobUnreachable(BlobError):
     """The storage did not answer, or not in time, however often it was asked."""
 
+    http_status = 503
+
 
 class BlobDamaged(BlobError):
     """An object is not what was stored under its name."""
