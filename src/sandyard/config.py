@@ -210,6 +210,7 @@ class BlobSettings(_Section):
     concurrency: int = Field(default=4, ge=1, le=64)  # requests of one transfer at a time
     timeout: float = Field(default=60.0, gt=0)  # seconds for one request, with its repetitions
     grace_hours: float = Field(default=24.0, ge=0)  # garbage younger than that stays
+    lazy: Literal["auto", "off"] = "off"  # auto: large layers are started from before they are here
 
 
 class Settings(_Section):

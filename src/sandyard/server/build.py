@@ -96,6 +96,8 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
             try:
                 await manager.stop(keep=settings.server.keep_sandboxes)
             finally:
+                if manager.remote is not None:
+                    await manager.remote.close()
                 if hooks is not None:
                     await hooks.close()
     finally:

@@ -16,6 +16,7 @@ from sandyard.images.garbage.checks import LayersOfImages, NodeTemplates
 from sandyard.images.garbage.collect import Outcome, collect, node_templates
 from sandyard.sandboxes import SandboxManager
 from sandyard.sandboxes.remote.checks import SharedLayers
+from sandyard.sandboxes.remote.lazy import LazyChecks
 from sandyard.sandboxes.storage.checks import BuildCache, CommittedLayers, Foundations
 from sandyard.sandboxes.storage.references import References, live
 
@@ -110,6 +111,7 @@ def checked(settings: Settings, references: References, *, quiet: float = 0.0) -
         NodeTemplates(settings),
         CommittedLayers(state / "layers", references, cache.layers, quiet=quiet),
         SharedLayers(settings),
+        LazyChecks(settings),
         Foundations(state / "layers", references),
         cache,
     ]

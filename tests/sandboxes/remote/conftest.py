@@ -53,6 +53,7 @@ def open_node(tmp_path: Path) -> OpenNode:
         finally:
             await manager.remote.stop()
             await manager.stop()
+            await manager.remote.close()
             await store.close()
 
     return opened

@@ -10,17 +10,22 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import structlog
+
 from sandyard.config import Settings
 from sandyard.errors import BadRequest, HostError
 from sandyard.images.oci.unpack import unpack_layer
 from sandyard.runtimes.base import Runtime
 from sandyard.runtimes.deltas import Delta
-from sandyard.sandboxes.remote.chunks import chunk_key, decode
 from sandyard.sandboxes.remote.known import Known, manifest_of
+from sandyard.sandboxes.remote.lazy import LazyLayers
 from sandyard.sandboxes.remote.manifest import LayerManifest, layer_key, tree_name
 from sandyard.sandboxes.remote.source import DELTA, present
 from sandyard.sandboxes.remote.transfer import Transfer
 from sandyard.store.blobs import BlobDamaged, BlobMissing, BlobStore
+from sandyard.store.blobs.chunks import chunk_key, decode
+
+log = structlog.get_logger("sandyard.remote")
 
 _RESERVE_MB = 128  # what stays free on the host
 _PAGE = 4096
@@ -32,12 +37,15 @@ class Downloader:
     """At most `blobs.concurrency` chunks are in memory or on their way. Layers go to `home`, where whoever removes
     unused ones must leave those alone whose names `names` gave."""
 
-    def __init__(self, blobs: BlobStore, known: Known, settings: Settings, runtime: Runtime, home: Path) -> None:
+    def __init__(
+        self, blobs: BlobStore, known: Known, settings: Settings, runtime: Runtime, home: Path, lazy: LazyLayers
+    ) -> None:
         self._blobs = blobs
         self._runtime = runtime
         self._known = known
         self._settings = settings
         self._home = home
+        self._lazy = lazy
         self._room = asyncio.Semaphore(settings.blobs.concurrency)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -80,13 +88,15 @@ class Downloader:
         for digest, manifest in missing:
             async with self._locks[str(self.path_of(digest, manifest))]:
                 if not await self._have(digest, manifest, mine):  # another transfer may have been quicker
-                    await self._fetch(digest, manifest, layers, transfer)
+                    await self._bring(digest, layers, transfer)
 
     async def _have(self, digest: str, manifest: LayerManifest, mine: Collection[Path]) -> bool:
         """Raises `BlobDamaged` where another layer has that name here."""
         path = self.path_of(digest, manifest)
         if not await asyncio.to_thread(present, path):
             return False
+        if path.is_symlink() and await self._lazy.ensure(path, manifest):
+            return True
         if path in mine:
             return True
         known = await asyncio.to_thread(self._known.get, path)
@@ -99,6 +109,16 @@ class Downloader:
 
     def _digest(self, path: Path, wanted: LayerManifest) -> str:
         return manifest_of(path, wanted, self._settings.container.uid_base).digest()
+
+    async def _bring(self, digest: str, layers: dict[str, LayerManifest], transfer: Transfer) -> None:
+        manifest = layers[digest]
+        if await self._lazy.can(digest, layers):
+            try:
+                await self._lazy.bring(self.path_of(digest, manifest), manifest)
+                return
+            except HostError as error:
+                log.warning("a layer is fetched whole", layer=manifest.name, why=str(error))
+        await self._fetch(digest, manifest, layers, transfer)
 
     async def _fetch(
         self, digest: str, manifest: LayerManifest, layers: dict[str, LayerManifest], transfer: Transfer

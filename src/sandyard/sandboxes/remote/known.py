@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandyard.sandboxes.remote.chunks import digest_of
 from sandyard.sandboxes.remote.manifest import LayerManifest
 from sandyard.sandboxes.remote.source import opened, present, stored_in
+from sandyard.store.blobs.chunks import digest_of
 
 
 @dataclass(frozen=True, slots=True)

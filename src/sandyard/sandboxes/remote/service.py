@@ -14,6 +14,7 @@ from sandyard.sandboxes.copying import Snapshot
 from sandyard.sandboxes.remote.download import Downloader
 from sandyard.sandboxes.remote.fetching import Fetching
 from sandyard.sandboxes.remote.known import Known
+from sandyard.sandboxes.remote.lazy import LazyLayers
 from sandyard.sandboxes.remote.listing import Listing
 from sandyard.sandboxes.remote.manifest import Listed
 from sandyard.sandboxes.remote.pending import Pending
@@ -39,17 +40,24 @@ class RemoteSnapshots:
         self._listing = Listing(blobs, manager.catalog)
         self._pushing = Pushing(manager, blobs, self._known, pending, self._transfers)
         self._policy = Policy(manager, self._pushing, pending)
-        down = Downloader(blobs, self._known, manager.settings, manager.runtime, manager.catalog.layers_home)
+        self._lazy = LazyLayers(manager.settings)
+        home = manager.catalog.layers_home
+        down = Downloader(blobs, self._known, manager.settings, manager.runtime, home, self._lazy)
         self._fetching = Fetching(manager, self._listing, down, self._transfers)
 
     async def start(self) -> None:
         """Go on with the uploads that an earlier server promised."""
         await asyncio.to_thread(self._known.tidy)
+        await self._lazy.start()
         await self._policy.resume()
 
     async def stop(self) -> None:
         """What is under way is left where it is: uploads go on at the next start."""
         await self._transfers.stop()
+
+    async def close(self) -> None:
+        """After `stop`, and after the sandboxes: those read their layers to the last."""
+        await self._lazy.stop()
 
     async def made(self, snapshot: Snapshot) -> None:
         """A snapshot was made here: do what `blobs.upload` says. Raises `BlobError` where that is `sync`."""

@@ -7,10 +7,10 @@ import hashlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from sandyard.sandboxes.remote.chunks import chunk_key, decode
 from sandyard.sandboxes.remote.intents import CLOCKS, sweeping
 from sandyard.sandboxes.remote.manifest import CHUNKS, LAYERS, SNAPSHOTS, LayerManifest, SnapshotManifest, layer_key
 from sandyard.store.blobs import BlobDamaged, BlobInfo, BlobMissing, BlobStore
+from sandyard.store.blobs.chunks import chunk_key, decode
 
 _AT_ONCE = 16
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from sandyard.config import Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.base import Runtime
-from sandyard.sandboxes.remote.chunks import chunk_key, digest_of, encode
 from sandyard.sandboxes.remote.known import Known
 from sandyard.sandboxes.remote.manifest import LayerManifest, layer_key
 from sandyard.sandboxes.remote.source import Piece, Source, opened
 from sandyard.sandboxes.remote.transfer import Transfer
 from sandyard.store.blobs import BlobStore
+from sandyard.store.blobs.chunks import chunk_key, digest_of, encode
 
 _DEPTH = 64  # of differences on each other: a circle is none
 

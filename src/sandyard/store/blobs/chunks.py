@@ -10,7 +10,7 @@ import hashlib
 
 import zstandard
 
-from sandyard.store.blobs import BlobDamaged
+from sandyard.store.blobs.base import BlobDamaged
 
 _PLAIN, _ZSTD = b"\0", b"\1"
 # Of 1 to 19. Of the base template, 51 chunks of 4 MiB on one core: level 1 takes 9 ms a chunk and leaves 37%, level 3
