@@ -34,6 +34,7 @@ STANDARD_NAMES = frozenset({"base", "code-interpreter", "code-interpreter-v1", "
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _TAG = re.compile(r"[a-z0-9_.-]{1,128}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_GOING = "going-"  # no layer has such a name
 _NAMESPACE = uuid.UUID("6f1cf4e4-6d1c-4e3e-9b67-2f6a1a1c1f5a")  # for build ids of the node's own templates
 
 
@@ -138,6 +139,8 @@ class Catalog:
         self._node_read_at = -1e9
         self._parents: dict[Path, Path] = {}  # of layers that are differences; they never change
         self._reserved: set[Path] = set()
+        self._reservations: list[Path] = []  # several may be of one name: it is free after the last
+        self._going: set[Path] = set()
 
     async def load(self) -> None:
         """Read the database. Builds that an earlier server did not finish are errors now."""
@@ -303,10 +306,13 @@ class Catalog:
         self._layers.mkdir(mode=0o711, parents=True, exist_ok=True)
         path = self._layers / (name or new_id())
         self._reserved.add(path)
+        self._reservations.append(path)
         try:
             yield path
         finally:
-            self._reserved.discard(path)
+            self._reservations.remove(path)
+            if path not in self._reservations:
+                self._reserved.discard(path)
 
     async def collect(self, in_use: Collection[Path], runtime: Runtime) -> Sequence[Path]:
         """Remove layers that no build names, that are not `in_use` (by sandboxes) and that no other one needs, and
@@ -321,10 +327,24 @@ class Catalog:
         gone = [path for path in self._layers.iterdir() if path.with_name(path.name.partition(".")[0]) not in kept]
         for path in gone:
             self._parents.pop(path.with_name(path.name.partition(".")[0]), None)
-        await asyncio.to_thread(_remove_all, gone)
+        await self._remove(gone)
         for layer in kept - set(in_use) - self._reserved:
             await asyncio.to_thread(runtime.slim, layer)
         return gone
+
+    async def _remove(self, layers: Sequence[Path]) -> None:
+        """Their names are free at once, so that a layer may come which had one elsewhere; two may remove at once."""
+        going: set[Path] = set()
+        for layer in layers:
+            if layer not in self._going:
+                out = layer.with_name(f"{_GOING}{new_id()}")
+                with contextlib.suppress(FileNotFoundError):
+                    going.add(layer.rename(out))
+        self._going |= going
+        try:
+            await asyncio.to_thread(_remove_all, list(going))
+        finally:
+            self._going -= going
 
     def _needed(self, runtime: Runtime, layers: Collection[Path]) -> set[Path]:
         """What these layers are kept as the difference to."""

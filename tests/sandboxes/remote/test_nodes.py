@@ -329,3 +329,27 @@ async def _until(true: Callable[[], bool], seconds: float = 10.0, step: float = 
     while not true():
         assert time.monotonic() < end, "it did not happen in time"
         await asyncio.sleep(step)
+
+
+async def test_layers_are_removed_by_several_at_once(open_node: OpenNode, blobs: MemoryBlobs) -> None:
+    async with open_node("a", blobs) as node:
+        home = node.catalog.layers_home
+        for number in range(40):
+            (home / f"tree{number}" / "folder").mkdir(parents=True)
+            for name in range(20):
+                (home / f"tree{number}" / "folder" / str(name)).write_bytes(b"x")
+        found = await asyncio.gather(*(node.catalog.collect((), node.runtime) for _ in range(4)))
+        assert sum(len(each) for each in found) >= 40
+        assert _layers(node) == []
+
+
+async def test_a_name_is_kept_for_the_last_who_needs_it(open_node: OpenNode, blobs: MemoryBlobs) -> None:
+    async with open_node("a", blobs) as node:
+        with node.catalog.new_layer("x" * 20) as path:
+            path.write_bytes(b"{}")
+            with node.catalog.new_layer(path.name):
+                pass
+            await node.catalog.collect((), node.runtime)
+            assert path.exists()
+        await node.catalog.collect((), node.runtime)
+        assert not path.exists()

@@ -14,7 +14,7 @@ import sys
 
 from sandyard.config import BlobSettings
 from sandyard.errors import SandyardError
-from sandyard.store.blobs import BlobError, BlobUnreachable, open_blobs
+from sandyard.store.blobs import BlobError, open_blobs
 from sandyard.store.blobs.lazy.filling import Filling
 from sandyard.store.blobs.lazy.fuse import FileServer, detach, mount
 from sandyard.store.blobs.lazy.order import HELD, READY, Order, Word
@@ -72,13 +72,10 @@ class Serving:
             try:
                 await self._filling.fill()
                 await asyncio.to_thread(self._filling.finish)
-            except BlobUnreachable as error:
+            except (BlobError, OSError) as error:  # what can be read is read meanwhile
                 self._tell(error)
                 await asyncio.sleep(_AGAIN_SECONDS)
                 continue
-            except (BlobError, OSError) as error:  # what can be read goes on being read
-                self._tell(error)
-                return
             if self._order.linked:
                 os.replace(self._order.part, self._order.layer)
                 _sync_folder(self._order)
