@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +17,7 @@ from sandyard.sandboxes.remote import intents
 from sandyard.sandboxes.remote.intents import FRESH_SECONDS, sweeping, uploading
 from sandyard.sandboxes.remote.sweeping import sweep, verify
 from sandyard.store.blobs import BlobDamaged
+from sandyard.store.blobs.local import LocalBlobs
 from sandyard.store.blobs.memory import MemoryBlobs
 from tests.sandboxes.remote.conftest import read, remote_of, start
 
@@ -140,3 +144,50 @@ async def test_verify_names_what_is_damaged_or_gone(open_node: OpenNode, blobs: 
         assert len((await verify(blobs)).problems) == 1
         problems = (await verify(blobs, deep=True)).problems
         assert {first[-64:] in " ".join(problems), second[-64:] in " ".join(problems)} == {True}
+
+
+async def test_the_command_sweeps_and_verifies(open_node: OpenNode, tmp_path: Path) -> None:
+    blobs = LocalBlobs(tmp_path / "storage")
+    async with open_node("a", blobs) as a:
+        source = await start(a)
+        await source.agent.write_file("/noise", os.urandom(300_000))
+        kept, gone = [await a.copying.snapshot(source) for _ in range(2)]
+        for each in (kept, gone):
+            await remote_of(a).push(each)
+        await source.agent.write_file("/more", os.urandom(300_000))
+        third = await a.copying.snapshot(source)
+        await remote_of(a).push(third)
+        for each in (gone, third):
+            await remote_of(a).remove("t", each.id)
+    before = [info async for info in blobs.list("")]
+    status, told = await _sweep(blobs, "--dry-run", grace=0)
+    assert status == 0
+    assert "would remove" in told
+    assert [info async for info in blobs.list("")] == before
+    status, told = await _sweep(blobs, grace=24)
+    assert "removed 0 objects" in told
+    assert "younger than blobs.grace_hours stay" in told
+    status, told = await _sweep(blobs, "--verify", grace=0)
+    assert status == 0, told
+    assert "1 snapshots keep" in told
+    assert "are what they should be" in told
+    assert len([info async for info in blobs.list("")]) < len(before)
+    (chunk, *_) = [info.key async for info in blobs.list("chunks")]
+    await blobs.put(chunk, b"\0damaged")
+    status, told = await _sweep(blobs, "--verify", grace=0)
+    assert status != 0
+    assert chunk[-64:] in told
+
+
+async def _sweep(blobs: LocalBlobs, *words: str, grace: float) -> tuple[int, str]:
+    """The exit status of the command, and what it said."""
+    environment = {
+        **os.environ,
+        "SANDYARD_BLOBS__URL": f"file://{blobs.name}",
+        "SANDYARD_BLOBS__GRACE_HOURS": str(grace),
+    }
+    command = [sys.executable, "-m", "sandyard", "snapshot", "sweep", *words]
+    done = await asyncio.to_thread(
+        subprocess.run, command, env=environment, capture_output=True, text=True, timeout=50, check=False
+    )
+    return done.returncode, done.stdout + done.stderr

@@ -115,6 +115,7 @@ class Downloader:
         if await self._lazy.can(digest, layers):
             try:
                 await self._lazy.bring(self.path_of(digest, manifest), manifest)
+                transfer.done_bytes += manifest.data_bytes  # as far as a start waits for it
                 return
             except HostError as error:
                 log.warning("a layer is fetched whole", layer=manifest.name, why=str(error))

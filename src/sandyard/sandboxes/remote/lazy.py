@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ LEAST_BYTES = 64 << 20  # smaller ones come whole sooner than a process starts
 _LOOK_SECONDS = 2.0
 _START_SECONDS = 30.0
 _STOP_SECONDS = 10.0
+_STEP_SECONDS = 0.05
 
 
 class LazyLayers:
@@ -172,16 +174,20 @@ class LazyLayers:
             order.part.unlink(missing_ok=True)
 
     def _end(self) -> None:
-        for order in orders(self._home):
-            pid, _ = Word(order.mount).heard()
+        words = [Word(order.mount) for order in orders(self._home)]
+        for word in words:
+            pid, _ = word.heard()
             if pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
-        for child in self._children:
+        for child in self._children:  # also those whose layers are whole, or removed
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if child.poll() is None:
                     child.terminate()
                 child.wait(_STOP_SECONDS)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while any(word.heard()[0] is not None for word in words) and time.monotonic() < deadline:
+            time.sleep(_STEP_SECONDS)
 
 
 class LazyChecks:
