@@ -201,6 +201,22 @@ class NetworkSettings(_Section):
     max_connections: int = Field(default=256, ge=1)  # open at once, per sandbox
 
 
+class BlobSettings(_Section):
+    """Where snapshots are kept beyond this node, for every node that has the same storage. Credentials come from
+    the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN), never from here."""
+
+    url: str | None = Field(default=None, pattern=r"^(s3://[a-z0-9][a-z0-9.-]+(/[A-Za-z0-9._/-]*)?|file:///.+)$")
+    endpoint: str | None = Field(default=None, pattern=r"^https?://[^/?#]+$")  # of S3; None: AWS's own
+    region: str = "us-east-1"
+    credentials: Literal["environment", "instance", "none"] = "environment"  # instance: of the cloud's machine
+    upload: Literal["off", "on_snapshot", "sync"] = "off"  # of new snapshots: behind their backs, or before the answer
+    chunk_kb: int = Field(default=4096, ge=64, le=65536)  # what a layer is cut into
+    concurrency: int = Field(default=4, ge=1, le=64)  # requests of one transfer at a time
+    timeout: float = Field(default=60.0, gt=0)  # seconds for one request, with its repetitions
+    grace_hours: float = Field(default=24.0, ge=0)  # garbage younger than that stays
+    lazy: Literal["auto", "off"] = "off"  # auto: large layers are started from before they are here
+
+
 class Settings(_Section):
     paths: PathSettings = PathSettings()
     server: ServerSettings = ServerSettings()
@@ -212,6 +228,7 @@ class Settings(_Section):
     network: NetworkSettings = NetworkSettings()
     extension: ExtensionSettings = ExtensionSettings()
     build: BuildSettings = BuildSettings()
+    blobs: BlobSettings = BlobSettings()
 
 
 def load_settings(

@@ -1,8 +1,9 @@
-"""kill -9 at random moments of pulls, builds, snapshots and collections: what is kept is whole, and the next try
-succeeds."""
+"""kill -9 at random moments of pulls, builds, snapshots, uploads and collections: what is kept is whole, and the next
+try succeeds."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -21,8 +22,10 @@ from e2b import Sandbox, SandboxException, Template
 from sandyard.cli.keeping import alone
 from sandyard.config import Settings
 from sandyard.images.templates import TemplateStore
+from sandyard.sandboxes.remote.sweeping import verify
 from sandyard.server.embedded import EmbeddedServer
 from sandyard.server.storekeeper import checked, checkups
+from sandyard.store.blobs import open_blobs
 from tests.images.store.conftest import MIB, layout, random_layer
 from tests.server.test_pausing_containers import point_sdk_at
 from tests.yard import node_home, node_settings
@@ -48,7 +51,8 @@ def settings() -> Iterator[Settings]:
         (own / "base").symlink_to(Settings().paths.state.absolute() / "templates" / "base")
         made = node_settings(home, low=0)
         images = made.images.model_copy(update={"store_high_mb": 24, "store_low_mb": 12})
-        yield made.model_copy(update={"images": images})
+        blobs = made.blobs.model_copy(update={"url": f"file://{home}/shared", "chunk_kb": 256})
+        yield made.model_copy(update={"images": images, "blobs": blobs})
 
 
 class Node:
@@ -72,6 +76,7 @@ class Node:
             "pull": self.pull,
             "build": self.build,
             "snapshot": self.snapshot,
+            "push": self.push,
             "gc": self.collect,
         }
 
@@ -116,10 +121,24 @@ class Node:
         if len(self.snapshots) > 3:
             Sandbox.delete_snapshot(self.snapshots.pop(0))
 
+    def push(self) -> None:
+        """Of the newest snapshot, of which the storage has all but the last difference."""
+        self.snapshot()
+        order = {"snapshotID": self.snapshots[-1], "direction": "push"}
+        with self._client() as client:
+            moving = client.post("/remote/transfers", json=order).raise_for_status().json()
+            while moving["state"] in ("waiting", "running"):
+                time.sleep(0.02)
+                found = client.get("/remote/transfers").raise_for_status().json()
+                moving = next(each for each in found if each["buildID"] == moving["buildID"])
+            assert moving["state"] == "done", moving
+
     def collect(self) -> None:
-        head = {"X-API-Key": self.server.api_key}
-        url = f"{self.server.url}/store/gc"
-        httpx.post(url, headers=head, json={"dryRun": False, "all": True}, timeout=60).raise_for_status()
+        with self._client() as client:
+            client.post("/store/gc", json={"dryRun": False, "all": True}).raise_for_status()
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.server.url, headers={"X-API-Key": self.server.api_key}, timeout=60)
 
     def kill(self, kind: str) -> None:
         """`kind` under way: the pull itself, or the server that does the rest."""
@@ -140,10 +159,14 @@ class Node:
         self._puller = None
 
     def damage(self) -> list[str]:
+        """What `sandyard store verify --deep` and `sandyard snapshot sweep --verify` find."""
         found = alone(
             self.settings, lambda known: checkups(self.settings, checked(self.settings, known), deep=True, repair=False)
         )
-        return [f"{checkup.kind} {each}" for checkup in found for each in checkup.damaged]
+        shared = open_blobs(self.settings.blobs)
+        assert shared is not None
+        sent = asyncio.run(verify(shared, deep=True))
+        return [f"{checkup.kind} {each}" for checkup in found for each in checkup.damaged] + list(sent.problems)
 
 
 def attempt(work: Callable[[], None], ended: list[bool]) -> None:
@@ -154,7 +177,7 @@ def attempt(work: Callable[[], None], ended: list[bool]) -> None:
     ended.append(True)
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.full)])
 @pytest.mark.timeout(3600)
 def test_whatever_is_killed_the_store_is_whole(settings: Settings, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     node = Node(settings, monkeypatch)

@@ -123,12 +123,12 @@ class Unpacker:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(name, flags, 0o600, dir_fd=parent), "wb") as target:
             self._copy(source, target)
+            target.flush()  # a write that came later would take the capabilities away
             os.fchown(target.fileno(), *self._owner(member))
             os.fchmod(target.fileno(), member.mode & 0o7777)
             packed = member.pax_headers.get(f"SCHILY.xattr.{CAPABILITY}")
             if packed and (bound := bind_capability(packed.encode("utf-8", "surrogateescape"), self._base)):
                 os.setxattr(target.fileno(), CAPABILITY, bound)
-            target.flush()
             os.utime(target.fileno(), (member.mtime, member.mtime))
 
     def _copy(self, source: IO[bytes], target: IO[bytes]) -> None:

@@ -35,6 +35,7 @@ STANDARD_NAMES = frozenset({"base", "code-interpreter", "code-interpreter-v1", "
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}")
 _TAG = re.compile(r"[a-z0-9_.-]{1,128}")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_GOING = "going-"  # no layer has such a name
 _NAMESPACE = uuid.UUID("6f1cf4e4-6d1c-4e3e-9b67-2f6a1a1c1f5a")  # for build ids of the node's own templates
 
 
@@ -140,6 +141,8 @@ class Catalog:
         self._parents: dict[Path, Path] = {}  # of layers that are differences
         self._shed: set[Path] = set()  # what merged layers do not need any more
         self._reserved: set[Path] = set()
+        self._reservations: list[Path] = []  # several may be of one name: it is free after the last
+        self._going: set[Path] = set()
         self.on_drop: Callable[[], None] = lambda: None  # there may be layers to collect, or to compact
         # Of builds that no tag names any more, and the one that has their tag now.
         self.on_replace: Callable[[Collection[str], Template, Build], None] = lambda _old, _template, _new: None
@@ -232,14 +235,17 @@ class Catalog:
         *,
         source: str | None = None,
         public: bool = False,
+        template_id: str | None = None,
     ) -> Template:
-        """Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
+        """`template_id`: one that it has elsewhere, and that no template here has.
+
+        Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
         names = [check_name(name) for name in names]
         for name in names:
             if (other := self._taken(name, tenant)) is not None:
                 raise Conflict(f"name '{name}' already points to template {other.id}", remedy="delete that one first")
         now = time.time()
-        template = Template(new_id(), tenant, kind, list(names), public, now, now, source)
+        template = Template(template_id or new_id(), tenant, kind, list(names), public, now, now, source)
         self._templates[template.id] = template  # before the wait, so that the name is taken
         try:
             await self._put(template)
@@ -306,16 +312,19 @@ class Catalog:
         return self._layers
 
     @contextlib.contextmanager
-    def new_layer(self) -> Iterator[Path]:
-        """A path for `Instance.commit`; `collect` leaves it alone until the context ends. By then a
-        build (or a sandbox) names it, or it is nobody's."""
+    def new_layer(self, name: str | None = None) -> Iterator[Path]:
+        """A path for `Instance.commit`, of a `name` that a layer has elsewhere; `collect` leaves it alone until the
+        context ends. By then a build (or a sandbox) names it, or it is nobody's."""
         self._layers.mkdir(mode=0o711, parents=True, exist_ok=True)
-        path = self._layers / new_id()
+        path = self._layers / (name or new_id())
         self._reserved.add(path)
+        self._reservations.append(path)
         try:
             yield path
         finally:
-            self._reserved.discard(path)
+            self._reservations.remove(path)
+            if path not in self._reservations:
+                self._reserved.discard(path)
 
     async def collect(self, in_use: Collection[Path], runtime: Runtime) -> Sequence[Path]:
         """Remove layers that no build names, that are not `in_use` (by sandboxes) and that no other one needs, and
@@ -332,7 +341,7 @@ class Catalog:
         gone = [path for path in self._layers.iterdir() if path.with_name(path.name.partition(".")[0]) not in kept]
         for path in gone:
             self._parents.pop(path.with_name(path.name.partition(".")[0]), None)
-        await asyncio.to_thread(_remove_all, gone)
+        await self._remove(gone)
         for layer in kept - set(in_use) - self._reserved:
             await asyncio.to_thread(runtime.slim, layer)
         return gone
@@ -364,6 +373,20 @@ class Catalog:
 
     def _named(self) -> set[Path]:
         return {layer for t in self._templates.values() for b in t.builds.values() for layer in b.rootfs.layers}
+
+    async def _remove(self, layers: Sequence[Path]) -> None:
+        """Their names are free at once, so that a layer may come which had one elsewhere; two may remove at once."""
+        going: set[Path] = set()
+        for layer in layers:
+            if layer not in self._going:
+                out = layer.with_name(f"{_GOING}{new_id()}")
+                with contextlib.suppress(FileNotFoundError):
+                    going.add(layer.rename(out))
+        self._going |= going
+        try:
+            await asyncio.to_thread(_remove_all, list(going))
+        finally:
+            self._going -= going
 
     def _needed(self, runtime: Runtime, layers: Collection[Path]) -> set[Path]:
         """What these layers are kept as the difference to."""

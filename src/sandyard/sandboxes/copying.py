@@ -112,11 +112,13 @@ class Copying:
                         await manager.catalog.delete(template)
                 raise
             if replaced is not None:
-                await self._drop_untagged(template, replaced)
+                await self.drop_untagged(template, replaced)
         made = Snapshot(template, tag, build)
         sandbox.log.append(
             f"snapshot {made.id}", seconds=f"{time.monotonic() - began:.3f}", bytes=str(size), build=build.id
         )
+        if manager.remote is not None:
+            await manager.remote.made(made)
         return made
 
     async def fork(self, sandbox: Sandbox, count: int, seconds: float) -> Sequence[Sandbox | SandyardError]:
@@ -177,7 +179,7 @@ class Copying:
         made = (snapshot.build.rootfs.layers for snapshot in self.all(sandbox.tenant) if snapshot.source == sandbox.id)
         return next((last for last, *below in made if below == layers), None)
 
-    async def _drop_untagged(self, template: Template, build: Build) -> None:
+    async def drop_untagged(self, template: Template, build: Build) -> None:
         """A state that no tag names any more is nobody's; sandboxes that stand on it keep its layers."""
         if all(named != build.id for named, _ in template.tags.values()):
             await self._manager.catalog.drop_build(template, build.id)

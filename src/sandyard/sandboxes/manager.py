@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -49,6 +49,9 @@ from sandyard.sandboxes.starting import StartCommand, Starter, tell_environment
 from sandyard.sandboxes.templates import TemplateSource, TemplateView
 from sandyard.sandboxes.timers import Timers
 from sandyard.store import Store
+
+if TYPE_CHECKING:
+    from sandyard.sandboxes.remote import RemoteSnapshots
 
 log = structlog.get_logger("sandyard.sandboxes")
 
@@ -104,6 +107,7 @@ class SandboxManager:
         self.on_pause: list[Callable[[Sandbox], None]] = []  # `pause_mode` says what is left of it
         self.layer_holders: list[Callable[[], Collection[Path]]] = []  # who else needs layers that no build names
         self.extension: Extension = NoExtension()
+        self.remote: RemoteSnapshots | None = None  # snapshots beyond this node
         # Lets a sandbox that was made, booted or taken over reach what its `network` allows, and nothing else.
         self.permit: Callable[[Sandbox], Awaitable[None]] = _permit_nothing
         self.catalog.on_drop = self.collect_soon
@@ -161,11 +165,20 @@ class SandboxManager:
         started = time.monotonic()
         self.check_timeout(request.timeout)
         self._check_policy(request)
-        found, build = self.catalog.resolve(request.template, request.tenant)
+        found, build = await self._resolve(request)
         template = self.catalog.view(found, build)
         self._check_lease(request.tenant, request.lease_id)
         with self.quota.sandbox(request.tenant), self.maker.holding(template.rootfs):
             return await self._create(request, found, template, started)
+
+    async def _resolve(self, request: CreateRequest) -> tuple[Template, Build]:
+        """Raises `NotFound`, and what fetching a snapshot raises that is kept elsewhere only."""
+        try:
+            return self.catalog.resolve(request.template, request.tenant)
+        except NotFound:
+            if self.remote is None or not await self.remote.fetch(request.tenant, request.template):
+                raise
+        return self.catalog.resolve(request.template, request.tenant)
 
     async def _create(self, request: CreateRequest, found: Template, template: TemplateView, started: float) -> Sandbox:
         resources = request.resources or template.resources or self.resources()

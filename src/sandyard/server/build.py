@@ -7,16 +7,19 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from sandyard.config import Settings
+from sandyard.errors import ConfigError
 from sandyard.images.templates import Template, TemplateStore
 from sandyard.network.runtime import check, networked, permit
 from sandyard.runtimes import open_runtime
 from sandyard.runtimes.base import Resources, Rootfs, Runtime
 from sandyard.sandboxes import FixedTemplates, SandboxManager, TemplateSource, TemplateView
+from sandyard.sandboxes.remote import RemoteSnapshots
 from sandyard.server.app import Application
 from sandyard.server.auth import Keys
 from sandyard.server.control.hooks import Hooks
 from sandyard.server.tokens import SEED_FILE, SandboxTokens, new_api_key, read_or_make, secrets_dir
 from sandyard.store import open_store
+from sandyard.store.blobs import open_blobs
 
 
 class StoredTemplates:
@@ -73,9 +76,15 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
         hooks = Hooks.of(settings.extension)
         if hooks is not None:
             manager.extension = hooks
+        blobs = open_blobs(settings.blobs)
+        if blobs is not None:
+            _check_uploads(settings, own)
+            manager.remote = RemoteSnapshots(manager, blobs)
         app = Application(manager, keys, SandboxTokens(seed), hooks)
         try:
             await manager.start()
+            if manager.remote is not None:
+                await manager.remote.start()
             await app.builds.start()
             await app.keeper.start()
             app.usage.start()
@@ -84,12 +93,26 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
             await app.usage.stop()
             await app.keeper.stop()
             await app.builds.stop()
+            if manager.remote is not None:
+                await manager.remote.stop()
             try:
                 await manager.stop(keep=settings.server.keep_sandboxes)
             finally:
+                if manager.remote is not None:
+                    await manager.remote.close()
                 if hooks is not None:
                     await hooks.close()
     finally:
         await store.close()
         if runtime is None:
             await own.close()
+
+
+def _check_uploads(settings: Settings, runtime: Runtime) -> None:
+    """Raises `ConfigError` where every snapshot is to be uploaded, and none can be."""
+    if settings.blobs.upload != "off" and runtime.capabilities.memory_snapshot:
+        raise ConfigError(
+            f"blobs.upload is {settings.blobs.upload}, but snapshots of the runtime {runtime.name} have memory, which "
+            "stays on its node",
+            remedy="set blobs.upload = off",
+        )

@@ -15,6 +15,8 @@ from sandyard.images.garbage.base import Checked, Checkup, check_all, set_aside
 from sandyard.images.garbage.checks import LayersOfImages, NodeTemplates
 from sandyard.images.garbage.collect import Outcome, collect, node_templates
 from sandyard.sandboxes import SandboxManager
+from sandyard.sandboxes.remote.checks import SharedLayers
+from sandyard.sandboxes.remote.lazy import LazyChecks
 from sandyard.sandboxes.storage.checks import BuildCache, CommittedLayers, Foundations
 from sandyard.sandboxes.storage.references import References, live
 
@@ -108,6 +110,8 @@ def checked(settings: Settings, references: References, *, quiet: float = 0.0) -
         LayersOfImages(settings),
         NodeTemplates(settings),
         CommittedLayers(state / "layers", references, cache.layers, quiet=quiet),
+        SharedLayers(settings),
+        LazyChecks(settings),
         Foundations(state / "layers", references),
         cache,
     ]

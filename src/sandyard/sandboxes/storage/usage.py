@@ -18,6 +18,7 @@ KINDS = {
     "microvm": "microVM images and disks",
     "files": "uploads for builds",
     "downloads": "downloads under way",
+    "blobs": "what is known of shared layers",
     "builds": "build cache index and logs",
     "damaged": "set aside by verify --repair",
 }
