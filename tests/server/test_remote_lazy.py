@@ -133,6 +133,7 @@ def test_sandboxes_start_before_their_layer_is_here(nodes: tuple[Settings, Setti
         last.kill()
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_and_one_that_stops(nodes: tuple[Settings, Settings], home: Path) -> None:
     with EmbeddedServer(nodes[0]) as server:
         a = Node(server, nodes[0])

@@ -346,7 +346,7 @@ async def test_layers_are_removed_by_several_at_once(open_node: OpenNode, blobs:
 async def test_a_name_is_kept_for_the_last_who_needs_it(open_node: OpenNode, blobs: MemoryBlobs) -> None:
     async with open_node("a", blobs) as node:
         with node.catalog.new_layer("x" * 20) as path:
-            path.write_bytes(b'{"parent": null}')
+            path.write_bytes(b'{"parent": null, "files": [], "paths": []}')
             with node.catalog.new_layer(path.name):
                 pass
             await node.catalog.collect((), node.runtime)
