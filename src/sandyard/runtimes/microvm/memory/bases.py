@@ -25,7 +25,7 @@ from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.capture import Capture
-from sandyard.runtimes.microvm.memory.fitting import fit_of
+from sandyard.runtimes.microvm.memory.fitting import block_of, fit_of
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.restore import Restorer
 
@@ -48,8 +48,7 @@ class Bases:
         """The base for a sandbox of `spec`, made if it is not there or not whole; whoever comes meanwhile waits.
 
         Raises `CreateFailed`."""
-        network = spec.network is not None
-        fit = await in_thread(lambda: fit_of(self._host, choice, spec, network=network))
+        fit = await in_thread(lambda: fit_of(self._host, choice, spec, block_of(self._host, spec)))
         home = self._host.layout.bases / hashlib.sha256(json.dumps(asdict(fit)).encode()).hexdigest()[:24]
         async with self._locks.setdefault(home.name, asyncio.Lock()):
             found = await in_thread(self._look, home)

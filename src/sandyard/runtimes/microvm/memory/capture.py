@@ -67,9 +67,10 @@ class Capture:
             manifest = Manifest(self._fit, hostname, conf_bytes, state, image.digest_ram(part(name, "ram")), [])
         else:
             source, below = self._source(self._below, parent)
-            image.link(source, below, name, state=False)
+            image.link(source, below, name, whats=("ram",))
             pages = self._write_pages(source, below, durable)
             manifest = Manifest(self._fit, hostname, below.conf_bytes, state, below.ram, pages)
+        os.link(self._host.layout.block(self._instance.spec.sandbox_id), part(name, "base"))
         part(name, "draft").unlink(missing_ok=True)
         if durable:
             sync(part(name, "state"))
