@@ -134,13 +134,16 @@ class Capture:
 
     def _differing(self, chain: Chain | None) -> Iterator[Block]:
         """The changed pages that are not as they lie below: some were only written again."""
-        before = memoryview(bytearray(PAGE))
-        for number, data in drafted(part(self._name, "draft"), self._spans):
+        for first, data in drafted(part(self._name, "draft"), self._spans):
+            before = bytearray(len(data))  # views are compared byte by byte, and this as one
             if chain is not None:
-                chain.read(number * PAGE, before)
+                chain.read(first * PAGE, memoryview(before))
                 if data == before:
                     continue
-            yield number, data
+            for at in range(0, len(data), PAGE):
+                page = data[at : at + PAGE]
+                if chain is None or page != before[at : at + PAGE]:
+                    yield first + at // PAGE, page
 
 
 async def drop(name: Path) -> None:
