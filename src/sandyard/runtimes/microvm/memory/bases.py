@@ -107,12 +107,12 @@ class Bases:
     def _prune(self, newest: Path) -> None:
         """Remove what no sandbox and no snapshot shares memory with, but for those used last."""
         found = []
-        for home in self._host.layout.bases.iterdir():
+        for home in self._host.layout.bases.glob("[!.]*"):  # what is being made has a dot before its name
             try:
                 idle = part(home / _NAME, "ram").stat().st_nlink == 1
                 found.append((part(home / _NAME, "memory").stat().st_mtime, home, idle))
             except (FileNotFoundError, NotADirectoryError):
-                continue  # being made, or a lock
+                continue  # another process removes it
         for _, home, idle in sorted(found, reverse=True)[KEPT:]:
             if idle and home != newest:
                 remove_tree(home)

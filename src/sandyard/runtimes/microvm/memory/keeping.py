@@ -130,6 +130,7 @@ class Keeping:
             await in_thread(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
             await in_thread(suspended.save, layout, record)
         except BaseException as error:
+            await in_thread(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
             await in_thread(image.remove, name)
             if ran:
                 await instance.control.execute("cont")
