@@ -1,6 +1,7 @@
 /* Moving across file systems: copy beside the destination, rename over it, remove the source. */
 #include "walk.h"
 
+#include "guest.h"
 #include "meta.h"
 
 #include <dirent.h>
@@ -12,20 +13,22 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { DEPTH_MAX = 256 };
+enum { DEPTH_MAX = 256, COPY_MAX = 1 << 20 };
 
 static int copy_entry(int from, const char *name, int to, const char *to_name, int depth);
 
 static int copy_data(int in, int out)
 {
-	for (;;) {
-		ssize_t n = sendfile(out, in, NULL, 1 << 20);
+	ssize_t n;
 
+	do {
+		if (!guest_has_room(out, COPY_MAX))
+			return ENOMEM;
+		n = sendfile(out, in, NULL, COPY_MAX);
 		if (n < 0 && errno != EINTR)
 			return errno;
-		if (n == 0)
-			return 0;
-	}
+	} while (n != 0);
+	return 0;
 }
 
 /* Owner before mode: changing the owner clears the set-id bits. */

@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <linux/magic.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -25,7 +26,8 @@
 #define HOME "/sandyard"
 #define NEW "/new"
 #define GROUP "/sys/fs/cgroup/sandbox"
-#define INSIDE GROUP "/inside" /* what was started, the agent not */
+#define INSIDE GROUP "/inside" /* what was started */
+#define OUTSIDE GROUP "/agent" /* who has to answer also when there is no memory left inside */
 
 enum {
 	DEVICE_WAIT_MS = 30000,
@@ -37,6 +39,7 @@ enum {
 
 static int disk_fd = -1;
 static pid_t keeper;
+static uint64_t memory_most, lent; /* bytes of the sandbox, and of those what files take that the agent wrote */
 
 static _Noreturn void give_up(const char *what, const char *name)
 {
@@ -246,15 +249,17 @@ static void need_text(const char *path, const char *text)
 		give_up("write", path);
 }
 
-/* Every process of the sandbox is in one group, this one too: what it starts inherits it. */
+/* Every process counts, this one too; the limit of memory holds for what it starts. */
 static void enter_group(void)
 {
 	struct rlimit files = {.rlim_cur = 65536, .rlim_max = 1048576};
 
 	need_text("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids");
 	make_dir(GROUP);
-	need_text(GROUP "/cgroup.procs", "0");
+	need_text(GROUP "/cgroup.subtree_control", "+memory");
+	make_dir(OUTSIDE);
 	make_dir(INSIDE);
+	need_text(OUTSIDE "/cgroup.procs", "0");
 	child_group = open(INSIDE "/cgroup.procs", O_WRONLY | O_CLOEXEC);
 	if (child_group < 0)
 		give_up("open", INSIDE "/cgroup.procs");
@@ -270,11 +275,8 @@ static void move_root(void)
 		give_up("root", NEW);
 }
 
-static int limit(const char *file, const char *value)
+static int limit(const char *path, const char *value)
 {
-	char path[64];
-
-	snprintf(path, sizeof path, GROUP "/%s", file);
 	return write_text(path, value, strlen(value)) ? 0 : -1;
 }
 
@@ -292,9 +294,11 @@ static int apply_one(const char **conf)
 
 	switch (**conf) {
 	case 'p':
-		return limit("pids.max", text);
+		return limit(GROUP "/pids.max", text);
 	case 'm':
-		return limit("memory.max", text);
+		memory_most = strtoull(text, NULL, 10);
+		lent = 0;
+		return limit(INSIDE "/memory.max", text);
 	case 'E':
 		return clearenv();
 	case 'e':
@@ -392,11 +396,46 @@ static uint64_t counter(const char *file, const char *name)
 
 void guest_use(struct guest_use *use)
 {
+	guest_settle();
 	use->disk = disk_used();
 	use->memory = counter("memory.current", "");
 	use->cache = counter("memory.stat", "file");
 	use->pids = counter("pids.current", "");
 	use->oom_kills = counter("memory.events", "oom_kill");
+}
+
+/* Of the limit, what files in memory take that are the agent's, and will: the rest is for all it starts. */
+static void share(uint64_t ours)
+{
+	char text[24];
+
+	if (ours == lent)
+		return;
+	snprintf(text, sizeof text, "%llu", (unsigned long long)(memory_most > ours ? memory_most - ours : 0));
+	if (limit(INSIDE "/memory.max", text) == 0)
+		lent = ours; /* else the next one tries again */
+}
+
+static uint64_t files_of_ours(void) { return counter("agent/memory.stat", "shmem"); }
+
+bool guest_has_room(int fd, size_t len)
+{
+	struct statfs st;
+	uint64_t ours;
+
+	if (!memory_most || fstatfs(fd, &st) < 0 || st.f_type != TMPFS_MAGIC)
+		return true;
+	ours = files_of_ours() + len;
+	if (counter("inside/memory.current", "") + ours > memory_most)
+		return false;
+	share(ours);
+	return true;
+}
+
+void guest_settle(void)
+{
+	if (lent)
+		share(files_of_ours());
 }
 
 static void keep(void)

@@ -3,6 +3,7 @@
 #define SANDYARD_GUEST_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /* Whether this process is the first of a guest kernel, started from the RAM disk the host wrote. */
@@ -25,5 +26,10 @@ struct guest_use {
 
 /* Zeros where there is no guest kernel of ours. */
 void guest_use(struct guest_use *use);
+
+/* Whether LEN bytes more may be written to FD: a file in memory counts as the sandbox's, whoever writes it. */
+bool guest_has_room(int fd, size_t len);
+/* Give back what such files no longer take. */
+void guest_settle(void);
 
 #endif

@@ -1,6 +1,7 @@
 /* Starting a process. Everything that can fail on the sandbox's side happens in the child, which
  * reports the step through a pipe that a successful exec closes: a cwd that hangs hangs nobody else. */
 #include "child.h"
+#include "guest.h"
 #include "ops.h"
 #include "proc.h"
 
@@ -171,6 +172,7 @@ void op_spawn(uint32_t id, struct reader *r)
 		result_error(id, C_INVALID, EINVAL, "request");
 		return;
 	}
+	guest_settle();
 	p = start(id, &l);
 	if (!p)
 		return;

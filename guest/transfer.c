@@ -1,4 +1,5 @@
 /* Reading and writing files, a slice of at most 64 KiB at a time. */
+#include "guest.h"
 #include "meta.h"
 #include "ops.h"
 #include "path.h"
@@ -161,6 +162,10 @@ static void on_data(struct stream *s, const uint8_t *data, uint32_t len)
 {
 	struct transfer *t = s->impl;
 
+	if (!guest_has_room(t->fd, len)) {
+		fail_write(t, ENOMEM);
+		return;
+	}
 	for (uint32_t at = 0; at < len;) {
 		ssize_t n = write(t->fd, data + at, len - at);
 

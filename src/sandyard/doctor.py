@@ -137,6 +137,7 @@ async def _promises(runtime: Runtime, settings: Settings) -> list[Finding]:
     small = Resources(cpu=1.0, memory_mb=48, disk_mb=16, pids=24)
     empty = settings.paths.state.absolute() / "empty"
     template = TemplateStore(settings).find("base")
+    empty.mkdir(parents=True, exist_ok=True)
     rootfs = template.rootfs if template else Rootfs([empty])
     spec = SandboxSpec(f"doctor{secrets.token_hex(6)}", rootfs, small)
     began = time.monotonic()

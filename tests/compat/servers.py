@@ -1,4 +1,6 @@
-"""A server of this tree for one part: on a free port, by URL or by host name with TLS."""
+"""A server of this tree for one part: on a free port, by URL or by host name with TLS.
+
+Its sandboxes are of the runtime that `sandbox.runtime` of the caller's own settings names."""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandyard.config import ImageSettings
+from sandyard.config import ImageSettings, Settings, load_settings
 from sandyard.server.embedded import EmbeddedServer
 from tests.compat.names import name_server, with_names
 from tests.yard import guest_settings, node_home, node_settings
@@ -35,7 +37,7 @@ def by_url(images: ImageSettings | None = None, *, internet: bool = False) -> It
     """The server is found by `E2B_API_URL` and `E2B_SANDBOX_URL`. `images`: where it pulls from; `internet`:
     whether its sandboxes may reach it."""
     with node_home() as home:
-        settings = node_settings(home, low=2, high=64)
+        settings = _settings(home)
         network = settings.network.model_copy(update={"egress": "on" if internet else "off"})
         settings = settings.model_copy(update={"images": images or ImageSettings(), "network": network})
         with EmbeddedServer(settings) as server:
@@ -56,7 +58,7 @@ def by_host_name(images: ImageSettings | None = None) -> Iterator[Target]:
     """The server is found by `E2B_DOMAIN`: `api.` and `{port}-{id}.` below a domain, over TLS of its own CA."""
     with ExitStack() as held:
         home = held.enter_context(node_home())
-        settings = node_settings(home, low=2, high=64)
+        settings = _settings(home)
         port = _free_port()
         where = {"domain": f"{DOMAIN}:{port}", "tls_port": port}
         changes = {"server": settings.server.model_copy(update=where), "images": images or ImageSettings()}
@@ -66,6 +68,11 @@ def by_host_name(images: ImageSettings | None = None) -> Iterator[Target]:
         ca = str(settings.paths.state / "tls" / "ca.pem")
         env = {"E2B_API_KEY": server.api_key, "E2B_DOMAIN": f"{DOMAIN}:{port}"}
         yield Target(env | {"SSL_CERT_FILE": ca, "NODE_EXTRA_CA_CERTS": ca}, home, names)
+
+
+def _settings(home: Path) -> Settings:
+    settings = node_settings(home, low=2, high=64)
+    return asyncio.run(guest_settings(settings)) if load_settings().sandbox.runtime == "microvm" else settings
 
 
 def _free_port() -> int:

@@ -127,6 +127,26 @@ def test_a_template_is_built_by_the_sdk_and_started(
     assert any("already cached" in entry.message for entry in said)
 
 
+@pytest.mark.parametrize("starts", [True, False])
+def test_what_is_started_is_kept_with_its_memory_where_that_can_be(server: LiveServer, starts: bool) -> None:
+    runtime = server.runtime
+    runtime.capabilities = replace(runtime.capabilities, memory_snapshot=True)
+    with server.client() as api:
+        commands = {"startCmd": "sleep 50", "readyCmd": "true"} if starts else {}
+        made = build(api, "app", "echo built", **commands)
+        reply = api.post("/sandboxes", json={"templateID": "app"})
+        assert reply.status_code == 201, reply.text
+    manager = server.app.manager
+    sandbox = manager.look(reply.json()["sandboxID"])
+    layers = manager.catalog.resolve("app", sandbox.tenant)[1].rootfs.layers
+    kept = [layer.with_name(f"{layer.name}.memory").exists() for layer in layers if layer.is_file()]
+    assert kept[0] is starts
+    # The start command of one that was kept so runs in it already; it is not run again.
+    assert server.call(sandbox.agent.processes()) == []
+    assert len(layers) - len(sandbox.instance.spec.rootfs.layers) == starts
+    assert made["buildID"]
+
+
 def test_a_failed_step_reaches_the_sdk_with_its_number(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

@@ -180,6 +180,8 @@ async def test_one_that_is_suspended_can_be_copied(runtime: MicroVMRuntime, base
     await runtime.suspend("asleep")
     await runtime.commit_halted("asleep", layers / "one", memory=True)
     await runtime.commit_halted("asleep", layers / "files")
+    for path in runtime.host.layout.images.glob("*.img"):  # a template that was made anew
+        path.unlink()
     async with copied(runtime, base, layers / "one", "copy") as copy:
         await counting(copy, counter.pid)
     with pytest.raises(CreateFailed, match="has no memory"):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from sandyard.config import PathSettings, Settings
-from sandyard.errors import HostError
+from sandyard.doctor import diagnose
+from sandyard.errors import GuestError, HostError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
@@ -48,6 +49,17 @@ async def test_a_half_made_setup_is_mended(settings: Settings) -> None:
         os.utime(path, (number, number))
     assert await make_assets(settings) == first == load_assets(settings)
     assert [path.exists() for path in old] == [False, False, True, True]
+
+
+async def test_the_doctor_tries_every_promise_in_a_guest(settings: Settings) -> None:
+    found = {finding.name: finding for finding in await diagnose(settings)}
+    assert found["microVM"].detail.startswith("accelerator ")
+    for name in ("microVM", "create a sandbox", "own kernel", "disk limit", "memory limit"):
+        assert found[name].ok, found[name]
+    missing = settings.model_copy(update={"microvm": settings.microvm.model_copy(update={"qemu": "no-such-qemu"})})
+    found = {finding.name: finding for finding in await diagnose(missing)}
+    assert "sandyard setup microvm" in (found["microVM"].remedy or "")
+    assert "create a sandbox" not in found
 
 
 async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> None:
@@ -107,3 +119,20 @@ async def test_a_link_is_opened_again_at_once(runtime: MicroVMRuntime, base: Roo
         assert await runtime.adopt("again") is instance
         assert process.pid in await instance.agent.processes()
     assert time.monotonic() - began < 14
+
+
+async def test_the_agent_answers_where_no_memory_is_left(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    """What the agent writes to memory counts too, and it is asked for room, not killed for it."""
+    instance, kit = await made(runtime, base, "filled")
+    for name in ("a", "b", "c"):  # /dev/shm itself ends at 64 MiB
+        await kit.output(f"mkdir /{name}; mount -t tmpfs -o size=64m {name} /{name}")
+    await instance.agent.write_file("/a/fill", bytes(60 << 20))
+    await instance.agent.write_file("/b/fill", bytes(40 << 20))
+    with pytest.raises(GuestError, match="Cannot allocate memory"):
+        await instance.agent.write_file("/c/fill", bytes(60 << 20))
+    assert (await instance.usage()).memory_bytes > 100 << 20
+    greedy = "x = bytearray(40 << 20); print(len(x))"
+    assert (await kit.run(["python3", "-c", greedy])).status.signal == 9
+    for name in ("a", "c"):
+        await instance.agent.remove(f"/{name}/fill")
+    assert await kit.python(greedy) == str(40 << 20)

@@ -254,10 +254,12 @@ async def _clock(kit: Kit) -> None:
 async def _idle(kit: Kit) -> None:
     quiet = await kit.make()
     await asyncio.sleep(patience(0.3))  # a kernel of its own has things to finish after its boot
-    before = (await quiet.usage()).cpu_seconds
-    await asyncio.sleep(1.5)
-    used = (await quiet.usage()).cpu_seconds - before
-    expect(used < patience(0.002), f"{used * 1000:.1f} ms of CPU in 1.5 s")
+    used: list[float] = []
+    while len(used) < 3 and min(used, default=1.0) >= patience(0.002):  # what others do on the host counts a little
+        before = (await quiet.usage()).cpu_seconds
+        await asyncio.sleep(1.5)
+        used.append((await quiet.usage()).cpu_seconds - before)
+    expect(min(used) < patience(0.002), f"{min(used) * 1000:.1f} ms of CPU in 1.5 s")
 
 
 @check("stopped processes can be killed")

@@ -66,6 +66,10 @@ class Layout:
     def memory(self, sandbox_id: str) -> Path:
         return self.memories / sandbox_id
 
+    def block(self, sandbox_id: str) -> Path:
+        """The block image of its template that its guest has, whatever becomes of the template."""
+        return self.memory(sandbox_id) / "base.img"
+
     def agent_socket(self, sandbox_id: str) -> Path:
         return self.home(sandbox_id) / "agent"
 

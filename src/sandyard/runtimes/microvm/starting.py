@@ -39,17 +39,20 @@ class Starter:
 
         Raises `CreateFailed` naming the stage; what was made until then is left for `destroy`."""
         directories, files = split_layers(spec.rootfs.layers)
-        layout, own = self._layout, self._layout.disk(spec.sandbox_id)
+        layout, own, block = self._layout, self._layout.disk(spec.sandbox_id), self._layout.block(spec.sandbox_id)
         base = image_of(directories, layout.images, layout.uid_base)
-        shared = {"base": base, **{f"layer{number}": path for number, path in enumerate(files)}}
+        shared = {"base": block, **{f"layer{number}": path for number, path in enumerate(files)}}
         try:
+            block.parent.mkdir(mode=0o700, exist_ok=True)
+            block.unlink(missing_ok=True)
+            os.link(base, block)
             content = conf.configuration(spec, len(files), self._settings.network.subnet, used=used)
             if not used:
                 self.make_own(spec.sandbox_id)
                 disk.first(own, disk.blank(layout.images, spec.resources.disk_mb))
             self._write(own / _CONF, content)
-        except SandboxError as error:
-            raise CreateFailed("disk", error.message) from error
+        except (SandboxError, OSError) as error:
+            raise CreateFailed("disk", str(error)) from error
         except ValueError as error:
             raise CreateFailed("spec", str(error)) from error
         return self._run(choice, spec, _drives(own, files), shared, tap or spec.network is not None)
@@ -62,10 +65,9 @@ class Starter:
         read at its boot.
 
         Raises `CreateFailed`; what was made until then is left."""
-        directories, files = split_layers(spec.rootfs.layers)
-        layout, own = self._layout, self._layout.disk(spec.sandbox_id)
-        base = image_of(directories, layout.images, layout.uid_base)
-        shared = {"base": base, **{f"layer{number}": path for number, path in enumerate(files)}}
+        _, files = split_layers(spec.rootfs.layers)
+        own, block = self._layout.disk(spec.sandbox_id), self._layout.block(spec.sandbox_id)
+        shared = {"base": block, **{f"layer{number}": path for number, path in enumerate(files)}}
         self._write(own / _CONF, bytes(blank_conf))
         return self._run(choice, spec, _drives(own, files), shared, spec.network is not None, memory, descriptors)
 

@@ -21,6 +21,7 @@ from sandyard.images.build.base import BASE_STEP, FINAL_STEP
 from sandyard.images.dockerfile import DockerBuild, Means, Recipe
 from sandyard.runtimes.base import Resources, Rootfs
 from sandyard.sandboxes import Build, Catalog, SandboxManager, Template
+from sandyard.sandboxes.starting import StartCommand
 from sandyard.server.builds.bases import Bases, Origin
 from sandyard.server.builds.cache import LayerCache
 from sandyard.server.builds.files import FileStore
@@ -276,7 +277,8 @@ class Builds:
             workshop = stack.enter_context(SandboxWorkshop(self._manager, roomy, say))
             await stack.enter_async_context(self.bases.holding())
             built = await self._built(workshop, template.tenant, order, say)
-            ready = _ready(build, built)
+            start = StartCommand(built.start_cmd, built.ready_cmd)
+            ready = _ready(build, built, await workshop.remember(built.rootfs, sizes, start))
             say(f"built in {time.monotonic() - began:.1f} s, {built.size_bytes >> 10} KiB added", step=FINAL_STEP)
             await self._catalog.put_build(ready)
             await self._catalog.set_tags(template, build.id, build.config.get("tags", ()))
@@ -357,17 +359,21 @@ class Builds:
         return self._logs_home / f"{build_id}.log"
 
 
-def _ready(build: Build, built: Built) -> Build:
+def _ready(build: Build, built: Built, memory: tuple[Rootfs, int] | None) -> Build:
+    """`memory`: where its sandboxes start from with the memory of one that was ready, and its bytes."""
     commands = {"start_cmd": built.start_cmd, "ready_cmd": built.ready_cmd}
     known = {**commands, "oci": built.oci}
     config = {**build.config, **{name: value for name, value in known.items() if value is not None}}
+    rootfs, size = (built.rootfs, 0) if memory is None else memory
+    if memory is not None:
+        config["memory"] = True
     return replace(
         build,
         status="ready",
-        rootfs=built.rootfs,
+        rootfs=rootfs,
         config=config,
         finished_at=time.time(),
-        size_bytes=built.size_bytes,
+        size_bytes=built.size_bytes + size,
     )
 
 

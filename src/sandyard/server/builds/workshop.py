@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -12,10 +13,12 @@ import structlog
 from sandyard.errors import CapacityError, SandyardError
 from sandyard.guest.base import Agent
 from sandyard.images.build import Level, Log
+from sandyard.images.build.base import FINAL_STEP
 from sandyard.network.runtime import NetworkedRuntime, permit
 from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
 from sandyard.sandboxes import SandboxManager
 from sandyard.sandboxes.model import new_id
+from sandyard.sandboxes.starting import StartCommand
 
 log = structlog.get_logger("sandyard.builds")
 
@@ -47,7 +50,7 @@ class SandboxWorkshop:
 
         Its layers stay until the build ends, whoever else forgets them meanwhile."""
         self._reserved.enter_context(self._manager.maker.holding(rootfs))
-        await self._take_place()
+        await self._take_place(self._resources)
         sandbox_id = new_id()
         try:
             spec = SandboxSpec(sandbox_id, rootfs, self._resources, hostname="build")
@@ -63,13 +66,36 @@ class SandboxWorkshop:
             raise
         return bench
 
-    async def _take_place(self) -> None:
+    async def remember(self, rootfs: Rootfs, resources: Resources, start: StartCommand) -> tuple[Rootfs, int] | None:
+        """Start what was built once, as every sandbox of it would be, and keep it with its memory as it is when it
+        is ready: what to start from then, and the bytes of that. None where nothing is started, where the runtime
+        keeps files only, and, with the reason in the log, where it did not succeed: it can be started all the same."""
+        if not start or not self._manager.runtime.capabilities.memory_snapshot:
+            return None
+        await self._take_place(resources)
+        try:
+            instance, _ = await self._manager.maker.make(rootfs, resources, start)
+        except SandyardError as error:
+            self._say(f"not kept with its memory: {error}", level=Level.WARN, step=FINAL_STEP)
+            return None
+        bench = SandboxBench(self._manager, instance, self._reserved)
+        try:
+            path, size = await bench.commit(memory=True)
+        except SandyardError as error:
+            self._say(f"not kept with its memory: {error}", level=Level.WARN, step=FINAL_STEP)
+            return None
+        finally:
+            await bench.close()
+        self._say(f"kept with its memory as it is when it is ready, {size >> 10} KiB", step=FINAL_STEP)
+        return replace(rootfs, layers=[path, *instance.spec.rootfs.layers]), size
+
+    async def _take_place(self, resources: Resources) -> None:
         told = False
         while True:
-            while self._manager.admission.shortage(self._resources) is not None and await self._manager.pool.evict():
+            while self._manager.admission.shortage(resources) is not None and await self._manager.pool.evict():
                 pass
             try:
-                self._manager.admission.take(self._resources)
+                self._manager.admission.take(resources)
                 return
             except CapacityError as error:
                 if not told:
@@ -101,9 +127,9 @@ class SandboxBench:
             return f"{death.reason.value}{f' ({death.detail})' if death.detail else ''}"
         return None
 
-    async def commit(self) -> tuple[Path, int]:
+    async def commit(self, *, memory: bool = False) -> tuple[Path, int]:
         path = self._reserved.enter_context(self._manager.catalog.new_layer())
-        return path, await self._instance.commit(path)
+        return path, await self._instance.commit(path, memory=memory)
 
     async def close(self) -> None:
         if self._closing is None:

@@ -15,7 +15,9 @@ from io import FileIO
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from sandyard.errors import CreateFailed, SandboxError
+from sandyard.errors import CreateFailed, GuestError, SandboxError
+from sandyard.guest.base import ProcessSpec
+from sandyard.guest.shell import BASH
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.container.runtime import finish
@@ -23,9 +25,10 @@ from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.capture import Capture
-from sandyard.runtimes.microvm.memory.fitting import fit_of
+from sandyard.runtimes.microvm.memory.fitting import block_of, fit_of
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.restore import Restorer
 
@@ -33,6 +36,7 @@ KEPT = 8
 """How many bases without a sandbox stay, those used last."""
 _NAME = "base"
 _POLL = 0.1
+_WARM = 60.0
 
 
 class Bases:
@@ -48,8 +52,7 @@ class Bases:
         """The base for a sandbox of `spec`, made if it is not there or not whole; whoever comes meanwhile waits.
 
         Raises `CreateFailed`."""
-        network = spec.network is not None
-        fit = await in_thread(lambda: fit_of(self._host, choice, spec, network=network))
+        fit = await in_thread(lambda: fit_of(self._host, choice, spec, block_of(self._host, spec)))
         home = self._host.layout.bases / hashlib.sha256(json.dumps(asdict(fit)).encode()).hexdigest()[:24]
         async with self._locks.setdefault(home.name, asyncio.Lock()):
             found = await in_thread(self._look, home)
@@ -89,6 +92,7 @@ class Bases:
         instance = await self._bring_up.start(choice, spec, used=False, tap=fit.network)
         capture = Capture(self._host, instance, name, fit)
         try:
+            await _warm(instance)
             await instance.agent.freeze(True, processes=True)
             await instance.control.execute("stop")
             await capture.take()
@@ -103,15 +107,25 @@ class Bases:
     def _prune(self, newest: Path) -> None:
         """Remove what no sandbox and no snapshot shares memory with, but for those used last."""
         found = []
-        for home in self._host.layout.bases.iterdir():
+        for home in self._host.layout.bases.glob("[!.]*"):  # what is being made has a dot before its name
             try:
                 idle = part(home / _NAME, "ram").stat().st_nlink == 1
                 found.append((part(home / _NAME, "memory").stat().st_mtime, home, idle))
             except (FileNotFoundError, NotADirectoryError):
-                continue  # being made, or a lock
+                continue  # another process removes it
         for _, home, idle in sorted(found, reverse=True)[KEPT:]:
             if idle and home != newest:
                 remove_tree(home)
+
+
+async def _warm(instance: MicroVMInstance) -> None:
+    """Have the shell that nearly all commands begin with in the guest's cache, which every copy then has."""
+    try:
+        shell = await instance.agent.spawn(ProcessSpec([BASH, "-l", "-c", "true"]))
+        async with asyncio.timeout(_WARM):
+            await shell.wait()
+    except (GuestError, TimeoutError):
+        return  # a template without one
 
 
 @asynccontextmanager

@@ -67,9 +67,10 @@ class Capture:
             manifest = Manifest(self._fit, hostname, conf_bytes, state, image.digest_ram(part(name, "ram")), [])
         else:
             source, below = self._source(self._below, parent)
-            image.link(source, below, name, state=False)
+            image.link(source, below, name, whats=("ram",))
             pages = self._write_pages(source, below, durable)
             manifest = Manifest(self._fit, hostname, below.conf_bytes, state, below.ram, pages)
+        os.link(self._host.layout.block(self._instance.spec.sandbox_id), part(name, "base"))
         part(name, "draft").unlink(missing_ok=True)
         if durable:
             sync(part(name, "state"))
@@ -133,13 +134,16 @@ class Capture:
 
     def _differing(self, chain: Chain | None) -> Iterator[Block]:
         """The changed pages that are not as they lie below: some were only written again."""
-        before = memoryview(bytearray(PAGE))
-        for number, data in drafted(part(self._name, "draft"), self._spans):
+        for first, data in drafted(part(self._name, "draft"), self._spans):
+            before = bytearray(len(data))  # views are compared byte by byte, and this as one
             if chain is not None:
-                chain.read(number * PAGE, before)
+                chain.read(first * PAGE, memoryview(before))
                 if data == before:
                     continue
-            yield number, data
+            for at in range(0, len(data), PAGE):
+                page = data[at : at + PAGE]
+                if chain is None or page != before[at : at + PAGE]:
+                    yield first + at // PAGE, page
 
 
 async def drop(name: Path) -> None:

@@ -16,10 +16,9 @@ from sandyard.runtimes.microvm.starting import split_layers, vcpus
 _UUID_AT = 1024 + 0x68  # in an ext4 file system
 
 
-def fit_of(host: Host, choice: Choice, spec: SandboxSpec, *, network: bool) -> Fit:
-    """Of a sandbox of `spec`. Blocking: the block image is made if need be. Raises `CreateFailed`."""
-    directories, files = split_layers(spec.rootfs.layers)
-    block = image_of(directories, host.layout.images, host.layout.uid_base)
+def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
+    """Of a sandbox of `spec` on the block image `block`. Blocking. Raises `CreateFailed`, `OSError`."""
+    _, files = split_layers(spec.rootfs.layers)
     return Fit(
         accel=choice.accel,
         machine=machine_type(choice.accel),
@@ -29,10 +28,15 @@ def fit_of(host: Host, choice: Choice, spec: SandboxSpec, *, network: bool) -> F
         vcpus=vcpus(spec),
         memory_mb=host.starter.memory_mb(spec),
         disk_mb=spec.resources.disk_mb,
-        network=network,
+        network=spec.network is not None,
         image=_identity(block),
         layers=[layer.name for layer in files],
     )
+
+
+def block_of(host: Host, spec: SandboxSpec) -> Path:
+    """The block image of what it starts from, made if need be. Blocking. Raises `CreateFailed`."""
+    return image_of(split_layers(spec.rootfs.layers)[0], host.layout.images, host.layout.uid_base)
 
 
 def _identity(block: Path) -> str:

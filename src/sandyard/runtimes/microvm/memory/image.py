@@ -1,9 +1,10 @@
 """A guest's memory on the host's disk: what a copy of it is started from.
 
 It belongs to a layer (or whatever has its name) and lies beside it: `NAME.ram` is the RAM of the guest that booted,
-`NAME.pages0` and so on what was changed above it, the lowest first, `NAME.state` the devices, `NAME.memory` the
-manifest, written last. RAM and pages are shared with the image that this one was made above, as further names of
-the same files: so images do not need each other, and copies of both share the host's cache.
+`NAME.pages0` and so on what was changed above it, the lowest first, `NAME.state` the devices, `NAME.base` the block
+image of the template, `NAME.memory` the manifest, written last. RAM, pages and block image are shared with the image
+that this one was made above, as further names of the same files: so images do not need each other, nor a template
+that is as it was, and copies of both share the host's cache.
 """
 
 from __future__ import annotations
@@ -131,11 +132,10 @@ def load(name: Path) -> Manifest:
     return Manifest(**{**record, "fit": Fit(**record["fit"])})
 
 
-def link(source: Path, manifest: Manifest, target: Path, *, state: bool = True) -> None:
-    """Give the RAM and pages of `source` (and its device state) the names of `target` too; its manifest is left
-    to be saved. Raises `OSError`."""
-    whats = ["ram", *(f"pages{number}" for number in range(len(manifest.pages))), *(["state"] if state else [])]
-    for what in whats:
+def link(source: Path, manifest: Manifest, target: Path, *, whats: Sequence[str] = ("ram", "base", "state")) -> None:
+    """Give the pages of `source`, and `whats`, the names of `target` too; its manifest is left to be saved.
+    Raises `OSError`."""
+    for what in (*whats, *(f"pages{number}" for number in range(len(manifest.pages)))):
         os.link(part(source, what), part(target, what))
 
 

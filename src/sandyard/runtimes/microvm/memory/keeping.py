@@ -21,7 +21,7 @@ from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.fitting import fit_of
-from sandyard.runtimes.microvm.memory.image import Manifest, Unfit
+from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
 from sandyard.runtimes.microvm.memory.suspended import Suspended
 from sandyard.runtimes.microvm.starting import split_layers
@@ -60,12 +60,14 @@ class Keeping:
 
         def look() -> Manifest:
             manifest = image.load(name)
-            manifest.fit.check(fit_of(self._host, choice, spec, network=spec.network is not None), name)
+            manifest.fit.check(fit_of(self._host, choice, spec, part(name, "base")), name)
             self._restorer.check(name, manifest)
             return manifest
 
         try:
             return await in_thread(look)
+        except OSError as error:
+            raise CreateFailed("snapshot", f"the memory of {name.name} is not whole: {error}") from error
         except Unfit as error:
             raise CreateFailed("snapshot", error.message, remedy=error.remedy) from error
 
@@ -128,6 +130,7 @@ class Keeping:
             await in_thread(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
             await in_thread(suspended.save, layout, record)
         except BaseException as error:
+            await in_thread(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
             await in_thread(image.remove, name)
             if ran:
                 await instance.control.execute("cont")
@@ -202,8 +205,8 @@ class Keeping:
         await asyncio.to_thread(remove_tree, self._host.layout.memory(sandbox_id))
 
     async def _capture(self, choice: Choice, instance: MicroVMInstance, name: Path) -> Capture:
-        network = instance.spec.network is not None
-        fit = await in_thread(lambda: fit_of(self._host, choice, instance.spec, network=network))
+        spec = instance.spec
+        fit = await in_thread(lambda: fit_of(self._host, choice, spec, self._host.layout.block(spec.sandbox_id)))
         return Capture(self._host, instance, name, fit)
 
 

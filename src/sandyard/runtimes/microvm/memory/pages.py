@@ -68,17 +68,16 @@ def copy_out(region: Region, spans: Sequence[Span], draft: Path) -> None:
                     raise OSError(f"the memory of the VMM {region.pid} could not be copied")
 
 
-def drafted(draft: Path, spans: Sequence[Span]) -> Iterator[tuple[int, memoryview]]:
-    """The pages that `copy_out` wrote, by number, ascending. Raises `OSError`."""
+def drafted(draft: Path, spans: Sequence[Span]) -> Iterator[tuple[int, bytes]]:
+    """The pages that `copy_out` wrote, ascending: the number of the first of some, and those. Raises `OSError`."""
     with open(draft, "rb", buffering=0) as file:
         for first, end in spans:
             for at in range(first, end, _WINDOW // PAGE):
                 count = min(_WINDOW // PAGE, end - at)
-                data = memoryview(file.read(count * PAGE))
+                data = file.read(count * PAGE)
                 if len(data) != count * PAGE:
                     raise OSError(f"{draft} ended early")
-                for number in range(count):
-                    yield at + number, data[number * PAGE : (number + 1) * PAGE]
+                yield at, data
 
 
 def copy_whole(region: Region, target: Path) -> None:

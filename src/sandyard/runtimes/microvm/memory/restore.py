@@ -92,6 +92,7 @@ class Restorer:
             self._host.starter.make_own(spec.sandbox_id)
             memory.mkdir(mode=0o700)
             image.link(layer, manifest, memory / "0")
+            os.link(part(layer, "base"), layout.block(spec.sandbox_id))
             image.save(memory / "0", manifest, durable=False)
             os.link(layer, own / disk.image(0))
             empty = disk.blank(layout.images, manifest.fit.disk_mb)
