@@ -368,7 +368,7 @@ def test_parameters_are_recorded_with_the_sandbox(tmp_path: Path, recorder: Reco
         runtime = server.runtime
         records = server.call(server.app.manager.store.living())
         assert records[0].extension["params"] == {"vpn": 1}
-        assert set(runtime.instances) == {made["sandboxID"]}
+        assert made["sandboxID"] in runtime.instances  # the pool may have more
 
 
 def test_another_tenant_cannot_touch_parameters(server: LiveServer, box: Box) -> None:
