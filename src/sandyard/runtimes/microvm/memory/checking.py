@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from sandyard.runtimes.deltas import Delta, DeltaDamaged
@@ -13,6 +14,7 @@ from sandyard.runtimes.deltas.extents import extents
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, pages_of, part
 
 _CHUNK = 1 << 20
+_REMEMBERED = 4096
 STATE_MAX = 64 << 20
 """Bytes of a device state: more is none."""
 
@@ -41,29 +43,45 @@ class Checker:
     """Checks images against their manifests. A file that was whole is not read again while it stays as it is."""
 
     def __init__(self) -> None:
-        self._whole: set[tuple[int, int, int, int, str]] = set()
+        self._whole: dict[tuple[int, int, int, int, str], None] = {}  # the last ones that were asked for come last
 
     def check(self, name: Path, manifest: Manifest) -> None:
         """Blocking. Raises `Unfit` naming what is not what was written."""
         try:
-            self._each(part(name, "state"), manifest.state, _check_state)
-            ram = json.dumps(dict(manifest.ram), sort_keys=True)
-            self._each(
-                part(name, "ram"), hashlib.sha256(ram.encode()).hexdigest(), lambda p, _: _check_ram(p, manifest)
-            )
-            for path, digest in zip(pages_of(name, manifest), manifest.pages, strict=True):
-                self._each(path, digest, lambda p, d: _check_pages(p, d, manifest.ram_bytes))
+            for path, digest, check in _files(name, manifest):
+                key = _key(path, digest)
+                if key not in self._whole:
+                    check(path)
+                self._remember(key)
         except FileNotFoundError as error:
             raise Unfit(f"the memory of {name.name} is not whole: {error.filename} is gone") from error
         except OSError as error:
             raise Unfit(f"the memory of {name.name} cannot be read: {error}") from error
 
-    def _each(self, path: Path, digest: str, check: Callable[[Path, str], None]) -> None:
-        stat = path.stat()
-        key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, digest)
-        if key not in self._whole:
-            check(path, digest)
-            self._whole.add(key)
+    def trust(self, name: Path, manifest: Manifest) -> None:
+        """These files were written here just now: they need not be read. Blocking. Raises `OSError`."""
+        for path, digest, _ in _files(name, manifest):
+            self._remember(_key(path, digest))
+
+    def _remember(self, key: tuple[int, int, int, int, str]) -> None:
+        self._whole.pop(key, None)
+        self._whole[key] = None
+        while len(self._whole) > _REMEMBERED:
+            self._whole.pop(next(iter(self._whole)))
+
+
+def _key(path: Path, digest: str) -> tuple[int, int, int, int, str]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, digest
+
+
+def _files(name: Path, manifest: Manifest) -> Iterator[tuple[Path, str, Callable[[Path], None]]]:
+    """What an image consists of: each file, what stands for its content, and what checks it."""
+    yield part(name, "state"), manifest.state, partial(_check_state, digest=manifest.state)
+    ram = hashlib.sha256(json.dumps(dict(manifest.ram), sort_keys=True).encode()).hexdigest()
+    yield part(name, "ram"), ram, partial(_check_ram, manifest=manifest)
+    for path, digest in zip(pages_of(name, manifest), manifest.pages, strict=True):
+        yield path, digest, partial(_check_pages, digest=digest, size=manifest.ram_bytes)
 
 
 def _check_state(path: Path, digest: str) -> None:

@@ -58,7 +58,8 @@ class Keeping:
         try:
             await finish(self._take(instance, capture, swap))
             conf_bytes = (self._host.layout.disk(spec.sandbox_id) / "conf.img").stat().st_size
-            await in_thread(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
+            manifest = await in_thread(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
+            await in_thread(self._restorer.trust, target, manifest)
             size = await commits.flatten(self._host, spec, swap.number, target, durable)
             await commits.shorten(self._host, instance)
             return size + await in_thread(image.taken, target)

@@ -46,6 +46,10 @@ class Restorer:
         """Blocking. Raises `Unfit`."""
         self._checker.check(name, manifest)
 
+    def trust(self, name: Path, manifest: Manifest) -> None:
+        """It was written just now. Blocking. Raises `OSError`."""
+        self._checker.trust(name, manifest)
+
     async def fitting(self, choice: Choice, spec: SandboxSpec, name: Path) -> Manifest:
         """The manifest of an image that fits. Raises `CreateFailed("snapshot")`; nothing was touched."""
 

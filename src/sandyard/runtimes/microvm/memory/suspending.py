@@ -51,7 +51,8 @@ class Suspending:
                 await instance.control.execute("stop")
             await capture.take()
             conf_bytes = (layout.disk(record.spec.sandbox_id) / "conf.img").stat().st_size
-            await in_thread(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
+            manifest = await in_thread(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
+            await in_thread(self._restorer.trust, name, manifest)
             await in_thread(suspended.save, layout, record)
         except BaseException as error:
             await in_thread(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
