@@ -150,7 +150,7 @@ async def test_what_the_runtime_cannot_is_refused_before_anything_happens(open_y
     async with open_yard(runtime) as yard:
         source = await yard.create(wanted())
         with pytest.raises(Unsupported, match="with its memory"):
-            yard.copying.check(memory=True)
+            yard.copying.check(source, memory=True)
         runtime.capabilities = Capabilities()
         for work in (yard.copying.snapshot(source), yard.copying.fork(source, 1, 30)):
             with pytest.raises(Unsupported):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -86,6 +87,23 @@ def test_one_snapshot_in_detail(api: httpx.Client) -> None:
     assert detail["memoryMB"] == box.info["memoryMB"]
     assert api.get("/snapshots/state").status_code == 404  # it has no default tag
     assert api.get("/snapshots/nothing").status_code == 404
+
+
+def test_copies_have_the_memory_where_that_can_be(api: httpx.Client, server: LiveServer) -> None:
+    runtime = server.runtime
+    runtime.capabilities = replace(runtime.capabilities, memory_snapshot=True)
+    box = Box(api)
+    for demanded in (False, True):
+        reply = box.post("snapshots", {"memory": demanded})
+        assert (reply.status_code, reply.headers["x-sandyard-fidelity"]) == (201, "memory")
+        assert reply.json()["memory"] is True
+    reply = box.post("fork", {"count": 2})
+    assert reply.headers["x-sandyard-fidelity"] == "memory"
+    assert all(result["memory"] and "sandbox" in result for result in reply.json())
+    assert box.post("pause", {"memory": False}).status_code == 204
+    assert box.post("snapshots", {"memory": True}).status_code == 400
+    reply = box.post("snapshots", {})
+    assert (reply.headers["x-sandyard-fidelity"], reply.json()["memory"]) == ("files", False)
 
 
 def test_names_that_cannot_be(api: httpx.Client) -> None:

@@ -57,13 +57,15 @@ class Copying:
         self._manager = manager
         self._naming = asyncio.Lock()
 
-    def check(self, *, memory: bool) -> None:
-        """`memory`: it is demanded. Raises `Unsupported` where the runtime cannot."""
+    def check(self, sandbox: Sandbox, *, memory: bool) -> None:
+        """`memory`: it is demanded. Raises `Unsupported` where the runtime cannot, or the sandbox has none."""
         runtime = self._manager.runtime
         if memory and not runtime.capabilities.memory_snapshot:
             raise Unsupported(
                 f"runtime {runtime.name} cannot snapshot a sandbox with its memory", remedy="leave memory out, or false"
             )
+        if memory and not self.keeps_memory(sandbox):
+            raise Unsupported(f"sandbox '{sandbox.id}' is paused without its memory", remedy="resume it first")
         if not runtime.capabilities.file_snapshot:
             raise Unsupported(f"runtime {runtime.name} cannot snapshot a sandbox")
 
@@ -89,7 +91,7 @@ class Copying:
         Raises `BadRequest` (name), `Conflict` (the name is a template's), `CapacityError` (its tenant has as much
         as it may), `Unsupported`, `SandboxError`."""
         manager = self._manager
-        self.check(memory=False)
+        self.check(sandbox, memory=False)
         names, tag = _names(name)
         self._known(sandbox.tenant, names)
         began = time.monotonic()
@@ -126,7 +128,7 @@ class Copying:
         become one, why. Raises like `snapshot` where not even a copy of the state could be made."""
         manager = self._manager
         manager.check_timeout(seconds)
-        self.check(memory=False)
+        self.check(sandbox, memory=False)
         began = time.monotonic()
         with manager.catalog.new_layer() as path, manager.maker.holding(sandbox.instance.spec.rootfs):
             # Its children do not outlive a crash of the host; one that is halted brings its layers to the disk.

@@ -22,7 +22,7 @@ from sandyard.runtimes.microvm.record import load_running
 from tests.runtimes.microvm import victim
 from tests.runtimes.microvm.victim import NAME, SMALL
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(3600)]
 COUNTER = "i=0; while :; do i=$((i+1)); echo $i >> /root/lines; sleep 0.02; done"
 MOVES = ("suspend", "wake", "snapshot", "fork")
 LONGEST = 1.5  # seconds that a move may take here

@@ -49,6 +49,7 @@ class MicroVMRuntime(Runtime):
         self.starts_at_once = settings.sandbox.start_concurrency or (os.cpu_count() or 1)
         self._bring_up = BringUp(self)
         self._keeping = Keeping(self.host, self._bring_up)
+        self._suspending = self._keeping.suspending
         self._slots = asyncio.Semaphore(self.starts_at_once)
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ready = asyncio.Lock()
@@ -143,7 +144,7 @@ class MicroVMRuntime(Runtime):
             if load_halted(self.host.layout.disk(sandbox_id)) is not None:
                 await finish(self._halt(None, sandbox_id))
                 return
-            if (record := self._keeping.suspended(sandbox_id)) is not None:
+            if (record := self._suspending.get(sandbox_id)) is not None:
                 await finish(self._halt(record.spec, sandbox_id))
                 return
             instance = self.host.instances.get(sandbox_id)
@@ -157,7 +158,7 @@ class MicroVMRuntime(Runtime):
         if spec is not None:
             await asyncio.to_thread(save_halted, self.host.layout.disk(sandbox_id), spec)
         await self.host.end(sandbox_id)
-        await self._keeping.forget(sandbox_id)
+        await self._suspending.forget(sandbox_id)
 
     async def halted(self) -> Sequence[str]:
         disks = self.host.layout.disks
@@ -187,13 +188,13 @@ class MicroVMRuntime(Runtime):
 
     async def suspend(self, sandbox_id: str) -> None:
         async with self._lock(sandbox_id):
-            if self._keeping.suspended(sandbox_id) is not None:
+            if self._suspending.get(sandbox_id) is not None:
                 await finish(self.host.end(sandbox_id))
                 return
             instance = self.host.instances.get(sandbox_id)
             if instance is None:
                 raise SandboxError(f"sandbox {sandbox_id} cannot be suspended: it does not live")
-            await self._keeping.suspend(await self.choose(), instance)
+            await self._suspending.suspend(await self.choose(), instance)
 
     async def suspended(self) -> Sequence[str]:
         return await asyncio.to_thread(suspended.ids, self.host.layout)
@@ -201,17 +202,17 @@ class MicroVMRuntime(Runtime):
     async def wake(self, spec: SandboxSpec) -> Instance:
         choice = await self._chosen()
         async with self._slots, self._lock(spec.sandbox_id):
-            return await self._keeping.wake(choice, spec)
+            return await self._suspending.wake(choice, spec)
 
     async def commit_halted(
         self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
     ) -> int:
         async with self._lock(sandbox_id):
-            record = self._keeping.suspended(sandbox_id)
+            record = self._suspending.get(sandbox_id)
             if memory:
                 if record is None:
                     raise SandboxError(f"sandbox {sandbox_id} is not suspended: it has no memory")
-                return await self._keeping.commit_suspended(record, target)
+                return await self._suspending.commit(record, target)
             if record is not None:
                 return await commits.commit_halted(self.host, record.spec, target, record.disk)
             spec = load_halted(self.host.layout.disk(sandbox_id))

@@ -35,7 +35,7 @@ async def create(
     from. It goes on. A `name` that is a snapshot's already gets this state as its newest."""
     sandbox = here.manager.get(tenant, sandbox_id)
     wanted = body or NewSnapshot()
-    here.manager.copying.check(memory=wanted.memory)
+    here.manager.copying.check(sandbox, memory=wanted.memory)
     made = await here.manager.copying.snapshot(sandbox, wanted.name)
     response.headers[FIDELITY] = MEMORY if made.memory else FILES
     return SnapshotView.of(made)

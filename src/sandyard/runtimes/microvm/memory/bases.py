@@ -100,6 +100,7 @@ class Bases:
             manifest = await in_thread(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
             await self._host.end(spec.sandbox_id)
             await commits.commit_halted(self._host, spec, name)
+            await in_thread(self._restorer.trust, name, manifest)
         except SandboxError as error:
             raise CreateFailed("base", error.message) from error
         return manifest

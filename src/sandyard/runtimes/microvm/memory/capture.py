@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -13,10 +12,13 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas import Chain, Delta, merged, write_delta
 from sandyard.runtimes.deltas.format import Block
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN
 from sandyard.runtimes.microvm.memory import image
+from sandyard.runtimes.microvm.memory.checking import STATE_MAX, digest_file, digest_ram
+from sandyard.runtimes.microvm.memory.fitting import fit_of
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.pages import (
     PAGE,
@@ -32,7 +34,6 @@ from sandyard.runtimes.microvm.record import load_below, load_region
 
 MAX_DEPTH = 8
 """How many deltas may lie on each other: each is mapped, or read, at every start."""
-_STATE_MAX = 64 << 20
 
 
 class Capture:
@@ -48,6 +49,13 @@ class Capture:
         self._below = host.layout.memory(sandbox_id) / below if below else None
         self._spans: Sequence[Span] = ()
 
+    @classmethod
+    async def prepare(cls, host: Host, choice: Choice, instance: MicroVMInstance, name: Path) -> Capture:
+        """Raises `SandboxError`."""
+        spec, layout = instance.spec, host.layout
+        fit = await in_thread(lambda: fit_of(host, choice, spec, layout.block(spec.sandbox_id)))
+        return cls(host, instance, name, fit)
+
     async def take(self) -> None:
         """The guest is stopped, and stays so. Costs what it changed. Raises `SandboxError`, `OSError`."""
         scratch = f"state-{secrets.token_hex(4)}"
@@ -62,9 +70,9 @@ class Capture:
     def write(self, hostname: str, conf_bytes: int, parent: Path | None, *, durable: bool) -> Manifest:
         """Blocking. Whether the guest runs does not matter. Raises `SandboxError`, `OSError`."""
         name = self._name
-        state = image.digest_file(part(name, "state"))
+        state = digest_file(part(name, "state"))
         if self._below is None:
-            manifest = Manifest(self._fit, hostname, conf_bytes, state, image.digest_ram(part(name, "ram")), [])
+            manifest = Manifest(self._fit, hostname, conf_bytes, state, digest_ram(part(name, "ram")), [])
         else:
             source, below = self._source(self._below, parent)
             image.link(source, below, name, whats=("ram",))
@@ -91,8 +99,8 @@ class Capture:
         descriptor = os.open(state, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file, open(part(self._name, "state"), "xb") as copy:
             os.fchmod(copy.fileno(), 0o400)
-            content = file.read(_STATE_MAX + 1)
-            if not 0 < len(content) <= _STATE_MAX:
+            content = file.read(STATE_MAX + 1)
+            if not 0 < len(content) <= STATE_MAX:
                 raise SandboxError(f"the VMM wrote a device state of {len(content)} bytes or more")
             copy.write(content)
 
@@ -144,8 +152,3 @@ class Capture:
                 page = data[at : at + PAGE]
                 if chain is None or page != before[at : at + PAGE]:
                     yield first + at // PAGE, page
-
-
-async def drop(name: Path) -> None:
-    """Remove what is there of an image."""
-    await asyncio.to_thread(image.remove, name)

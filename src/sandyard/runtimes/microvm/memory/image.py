@@ -18,13 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sandyard.errors import SandboxError
-from sandyard.runtimes.deltas import Delta, DeltaDamaged
-from sandyard.runtimes.deltas.extents import extents
 from sandyard.runtimes.durable import sync
 
 FORMAT = 1
-_CHUNK = 1 << 20
-_STATE_MAX = 64 << 20
 _WORDS = {
     "accel": "accelerator",
     "machine": "machine type",
@@ -146,81 +142,13 @@ def remove(name: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_half(name: Path) -> None:
+    """`remove`, unless there is the layer: that comes last."""
+    if not name.exists():
+        remove(name)
+
+
 def taken(name: Path) -> int:
     """Bytes on the host's disk that no other image shares."""
     stats = [path.stat() for path in name.parent.glob(f"{name.name}.*")]
     return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)
-
-
-def digest_file(path: Path) -> str:
-    """Raises `Unfit` for a state too big to be one, and `OSError`."""
-    if path.stat().st_size > _STATE_MAX:
-        raise Unfit(f"{path}: a device state of {path.stat().st_size} bytes is none")
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def digest_ram(path: Path) -> dict[str, str]:
-    """Of every chunk that has data. Raises `OSError`."""
-    with open(path, "rb", buffering=0) as file:
-        numbers: set[int] = set()
-        for begin, end in extents(file.fileno()):
-            numbers.update(range(begin // _CHUNK, -(-end // _CHUNK)))
-        found = {}
-        for number in sorted(numbers):
-            data = os.pread(file.fileno(), _CHUNK, number * _CHUNK)
-            found[str(number)] = hashlib.blake2b(data, digest_size=16).hexdigest()
-        return found
-
-
-class Checker:
-    """Checks images against their manifests. A file that was whole is not read again while it stays as it is."""
-
-    def __init__(self) -> None:
-        self._whole: set[tuple[int, int, int, int, str]] = set()
-
-    def check(self, name: Path, manifest: Manifest) -> None:
-        """Blocking. Raises `Unfit` naming what is not what was written."""
-        try:
-            self._each(part(name, "state"), manifest.state, _check_state)
-            ram = json.dumps(dict(manifest.ram), sort_keys=True)
-            self._each(
-                part(name, "ram"), hashlib.sha256(ram.encode()).hexdigest(), lambda p, _: _check_ram(p, manifest)
-            )
-            for path, digest in zip(pages_of(name, manifest), manifest.pages, strict=True):
-                self._each(path, digest, lambda p, d: _check_pages(p, d, manifest.ram_bytes))
-        except FileNotFoundError as error:
-            raise Unfit(f"the memory of {name.name} is not whole: {error.filename} is gone") from error
-        except OSError as error:
-            raise Unfit(f"the memory of {name.name} cannot be read: {error}") from error
-
-    def _each(self, path: Path, digest: str, check: Any) -> None:
-        stat = path.stat()
-        key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, digest)
-        if key not in self._whole:
-            check(path, digest)
-            self._whole.add(key)
-
-
-def _check_state(path: Path, digest: str) -> None:
-    if digest_file(path) != digest:
-        raise Unfit(f"{path} is not what was written")
-
-
-def _check_ram(path: Path, manifest: Manifest) -> None:
-    if path.stat().st_size != manifest.ram_bytes:
-        raise Unfit(f"{path} has {path.stat().st_size} of {manifest.ram_bytes} bytes")
-    found = digest_ram(path)
-    zero = hashlib.blake2b(bytes(_CHUNK), digest_size=16).hexdigest()
-    for number in sorted({*found, *manifest.ram}, key=int):
-        if found.get(number, zero) != manifest.ram.get(number, zero):
-            raise Unfit(f"{path}: MiB {number} is not what was written")
-
-
-def _check_pages(path: Path, digest: str, size: int) -> None:
-    try:
-        with Delta(path) as delta:
-            if delta.digest.hex() != digest or delta.size != size:
-                raise Unfit(f"{path} is not what was written, but another one")
-            delta.verify()
-    except DeltaDamaged as error:
-        raise Unfit(error.message) from error

@@ -22,7 +22,9 @@ from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
-from sandyard.runtimes.microvm.memory.image import Manifest, part
+from sandyard.runtimes.microvm.memory.checking import Checker
+from sandyard.runtimes.microvm.memory.fitting import fit_of
+from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
 from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
 from sandyard.runtimes.microvm.record import save_region
@@ -38,11 +40,31 @@ class Restorer:
     def __init__(self, host: Host, bring_up: BringUp) -> None:
         self._host = host
         self._bring_up = bring_up
-        self._checker = image.Checker()
+        self._checker = Checker()
 
     def check(self, name: Path, manifest: Manifest) -> None:
         """Blocking. Raises `Unfit`."""
         self._checker.check(name, manifest)
+
+    def trust(self, name: Path, manifest: Manifest) -> None:
+        """It was written just now. Blocking. Raises `OSError`."""
+        self._checker.trust(name, manifest)
+
+    async def fitting(self, choice: Choice, spec: SandboxSpec, name: Path) -> Manifest:
+        """The manifest of an image that fits. Raises `CreateFailed("snapshot")`; nothing was touched."""
+
+        def look() -> Manifest:
+            manifest = image.load(name)
+            manifest.fit.check(fit_of(self._host, choice, spec, part(name, "base")), name)
+            self._checker.check(name, manifest)
+            return manifest
+
+        try:
+            return await in_thread(look)
+        except OSError as error:
+            raise CreateFailed("snapshot", f"the memory of {name.name} is not whole: {error}") from error
+        except Unfit as error:
+            raise CreateFailed("snapshot", error.message, remedy=error.remedy) from error
 
     async def copy(self, choice: Choice, spec: SandboxSpec, layer: Path, manifest: Manifest) -> MicroVMInstance:
         """A new sandbox with the disk `layer` and the memory beside it. Raises `CreateFailed`; what was made is

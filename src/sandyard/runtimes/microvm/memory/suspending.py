@@ -1,0 +1,130 @@
+"""Suspend and wake: a sandbox's memory brought to the disk, its VMM ended, and started from there again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from sandyard.errors import CreateFailed, GuestError, SandboxError
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.container.layout import remove_tree
+from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.microvm import commits, disk
+from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.memory import image, suspended
+from sandyard.runtimes.microvm.memory.capture import Capture
+from sandyard.runtimes.microvm.memory.restore import Restorer
+from sandyard.runtimes.microvm.memory.suspended import Suspended
+
+log = structlog.get_logger("sandyard.microvm")
+
+
+class Suspending:
+    """Of `host`. Whoever calls holds the sandbox's lock."""
+
+    def __init__(self, host: Host, restorer: Restorer) -> None:
+        self._host = host
+        self._restorer = restorer
+
+    async def suspend(self, choice: Choice, instance: MicroVMInstance) -> None:
+        """`Runtime.suspend` of one that runs, or stands still."""
+        spec, layout = instance.spec, self._host.layout
+        name = await in_thread(suspended.next_image, layout, spec.sandbox_id)
+        record = Suspended(spec, name, disk.top(layout.disk(spec.sandbox_id)))
+        await finish(self._suspend(choice, instance, record))
+        await finish(self._host.end(spec.sandbox_id))
+        await in_thread(suspended.tidy, layout, record)
+        await finish(self._shorten(record))
+
+    async def _suspend(self, choice: Choice, instance: MicroVMInstance, record: Suspended) -> None:
+        layout, ran = self._host.layout, not instance.paused
+        name = layout.memory(record.spec.sandbox_id) / record.image
+        capture = await Capture.prepare(self._host, choice, instance, name)
+        try:
+            if ran:
+                await instance.agent.freeze(True, processes=True)
+                await instance.control.execute("stop")
+            await capture.take()
+            conf_bytes = (layout.disk(record.spec.sandbox_id) / "conf.img").stat().st_size
+            manifest = await in_thread(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
+            await in_thread(self._restorer.trust, name, manifest)
+            await in_thread(suspended.save, layout, record)
+        except BaseException as error:
+            await in_thread(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
+            await in_thread(image.remove, name)
+            if ran:
+                await instance.control.execute("cont")
+                await instance.agent.freeze(False)
+            if isinstance(error, OSError):
+                raise SandboxError(f"sandbox {record.spec.sandbox_id} could not be suspended: {error}") from error
+            raise
+
+    async def _shorten(self, record: Suspended) -> None:
+        """Make its disk one image again where it has become a long chain of them."""
+        own = self._host.layout.disk(record.spec.sandbox_id)
+        if await in_thread(disk.depth, own) < disk.DEEPEST:
+            return
+        number = record.disk + 1
+        try:
+            await commits.commit_halted(self._host, record.spec, own / disk.image(number), record.disk)
+            await in_thread(suspended.save, self._host.layout, replace(record, disk=number))
+            await in_thread(disk.keep_only, own, number)
+        except (SandboxError, OSError) as error:  # it is suspended all the same
+            log.warning("the images of a sandbox stay a chain", sandbox=record.spec.sandbox_id, error=str(error))
+
+    async def wake(self, choice: Choice, spec: SandboxSpec) -> MicroVMInstance:
+        """`Runtime.wake`."""
+        layout, sandbox_id = self._host.layout, spec.sandbox_id
+        record = suspended.load(layout, sandbox_id)
+        if record is None:
+            raise CreateFailed("snapshot", f"sandbox {sandbox_id} is not suspended")
+        name, own = layout.memory(sandbox_id) / record.image, layout.disk(sandbox_id)
+        manifest = await self._restorer.fitting(choice, spec, name)
+        await finish(self._host.end(sandbox_id))  # of a start that failed, or of a suspend that was not finished
+        await in_thread(suspended.tidy, layout, record)
+        try:
+            size = (own / disk.BLANK).stat().st_size
+            await in_thread(disk.above, own, disk.image(record.disk), "qcow2", size, record.disk + 1)
+            instance = await self._restorer.start(choice, spec, name, manifest)
+            await instance.agent.freeze(False)
+            await in_thread(suspended.forget, layout, sandbox_id)
+            return instance
+        except (SandboxError, GuestError, OSError) as error:
+            await finish(self._host.end(sandbox_id))
+            await in_thread(suspended.tidy, layout, record)
+            if isinstance(error, CreateFailed):
+                raise
+            raise CreateFailed("restore", str(error)) from error
+        except BaseException:
+            await finish(self._host.end(sandbox_id))
+            raise
+
+    def get(self, sandbox_id: str) -> Suspended | None:
+        return suspended.load(self._host.layout, sandbox_id)
+
+    async def commit(self, record: Suspended, target: Path) -> int:
+        """`Runtime.commit_halted` with memory. Raises `SandboxError`."""
+        name = self._host.layout.memory(record.spec.sandbox_id) / record.image
+
+        def share() -> None:
+            manifest = image.load(name)
+            image.link(name, manifest, target)
+            image.save(target, manifest, durable=True)
+
+        try:
+            await in_thread(share)
+            size = await commits.commit_halted(self._host, record.spec, target, number=record.disk)
+            return size + await in_thread(image.taken, target)
+        except OSError as error:
+            raise SandboxError(f"commit to {target}: {error}") from error
+        finally:
+            await in_thread(image.remove_half, target)
+
+    async def forget(self, sandbox_id: str) -> None:
+        """Nothing of its memory is left; it has no VMM."""
+        await asyncio.to_thread(remove_tree, self._host.layout.memory(sandbox_id))
