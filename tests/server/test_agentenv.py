@@ -21,6 +21,7 @@ from sandyard.errors import DeathReason
 from sandyard.server import agentproxy
 from tests.server.conftest import LiveServer, memory_settings, running
 from tests.server.test_data_plane import Box
+from tests.server.test_pausing import wait_for
 
 ENVD = 49983
 
@@ -293,7 +294,7 @@ def test_a_start_that_the_extension_refuses_leaves_nothing(extended: LiveServer,
         assert ("503: no vpn left" in reply.text) == (how == "status")
         assert api.get("/v2/sandboxes").json() == []
         assert api.get("/nodes").json()[0]["createFails"] == 1
-    assert len(extended.runtime.instances) == extended.app.manager.pool.ready
+    wait_for(lambda: len(extended.runtime.instances) == extended.app.manager.pool.ready)
     assert "stop" not in recorder.hooks()
 
 

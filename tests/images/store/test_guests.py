@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sandyard.images.garbage.base import Checkup
+from sandyard.runtimes.microvm.memory import checking as digests
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest
 from sandyard.sandboxes.storage.checks import CommittedLayers
@@ -29,7 +30,7 @@ def layer(tmp_path: Path) -> Path:
     ram, state = image.part(path, "ram"), image.part(path, "state")
     ram.write_bytes(os.urandom(1 << 20) + bytes(3 << 20))
     state.write_bytes(b"devices")
-    made = Manifest(FIT, "box", 0, image.digest_file(state), image.digest_ram(ram), [])
+    made = Manifest(FIT, "box", 0, digests.digest_file(state), digests.digest_ram(ram), [])
     image.save(path, made, durable=False)
     return path
 

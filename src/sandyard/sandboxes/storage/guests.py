@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.microvm.memory import image
+from sandyard.runtimes.microvm.memory.checking import Checker
 
 _MAGIC = b"QFI\xfb"  # of a qcow2 image
 
@@ -37,7 +38,7 @@ def problem_of(layer: Path, *, deep: bool) -> str | None:
 def _memory(layer: Path, *, deep: bool) -> None:
     manifest = image.load(layer)
     if deep:
-        image.Checker().check(layer, manifest)
+        Checker().check(layer, manifest)
         return
     for path in (image.part(layer, "ram"), image.part(layer, "state"), *image.pages_of(layer, manifest)):
         if not path.is_file():
