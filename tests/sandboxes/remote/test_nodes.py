@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -177,6 +178,46 @@ async def test_a_bad_manifest_is_refused(open_node: OpenNode, blobs: MemoryBlobs
             assert _layers(b) == []
         blobs.objects[key] = (data, at)
         assert await read(await start(b, made), "/noise") == NOISE
+
+
+async def test_no_chunk_is_written_after_its_file_is_closed(
+    open_node: OpenNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, written = threading.Event(), list[str]()
+
+    class OneGone(MemoryBlobs):
+        """Of two chunks the second is gone as soon as the first is being written."""
+
+        broken = False
+        asked = 0
+
+        async def stream(self, key: str, start: int = 0, length: int | None = None) -> AsyncIterator[bytes]:
+            if self.broken and key.startswith("chunks/"):
+                self.asked += 1
+                if self.asked > 1:
+                    await asyncio.to_thread(begun.wait, 10)
+                    raise BlobMissing(f"there is no {key}")
+            async for piece in super().stream(key, start, length):
+                yield piece
+
+    def slowly(descriptor: int, offset: int, data: bytes) -> None:
+        begun.set()
+        time.sleep(0.3)
+        try:
+            written.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError as error:
+            written.append(str(error))
+
+    blobs = OneGone()
+    async with open_node("a", blobs) as a, open_node("b", blobs, concurrency=2) as b:
+        made = await _pushed(a)
+        monkeypatch.setattr("sandyard.sandboxes.remote.download._write", slowly)
+        blobs.broken = True
+        with pytest.raises(BlobError):
+            await start(b, made)
+        assert len(written) == 1  # nobody writes any more
+        assert written[0].split(" ")[0].endswith(".part")
+        assert _layers(b) == []
 
 
 async def test_another_tenants_snapshot_under_ones_own_folder_is_refused(

@@ -24,6 +24,7 @@ from sandyard.sandboxes.remote.source import DELTA, present
 from sandyard.sandboxes.remote.transfer import Transfer
 from sandyard.store.blobs import BlobDamaged, BlobMissing, BlobStore
 from sandyard.store.blobs.chunks import chunk_key, decode
+from sandyard.store.blobs.threads import ended
 
 log = structlog.get_logger("sandyard.remote")
 
@@ -128,14 +129,14 @@ class Downloader:
         partial = path.with_name(path.name + _PARTIAL)
         try:
             with _told(path):
-                await asyncio.to_thread(_prepare, partial, manifest.size)
+                await ended(_prepare, partial, manifest.size)
                 with open(partial, "r+b", buffering=0) as file:  # noqa: ASYNC230 - it was made just now
                     await self._fill(file.fileno(), manifest, transfer)
                 parent = layers[manifest.parents[0]].name if manifest.parents else None
-                await asyncio.to_thread(self._finish, partial, path, manifest, parent)
+                await ended(self._finish, partial, path, manifest, parent)
                 await asyncio.to_thread(self._known.put, path, manifest)
         finally:
-            await asyncio.shield(asyncio.to_thread(_discard, partial))
+            await ended(_discard, partial)
 
     async def _fill(self, descriptor: int, manifest: LayerManifest, transfer: Transfer) -> None:
         async with asyncio.TaskGroup() as group:
@@ -154,7 +155,7 @@ class Downloader:
         except BlobMissing as error:
             raise BlobMissing(f"{self._blobs.name}: chunk {digest} is gone") from error
         data = await asyncio.to_thread(decode, stored, digest, length)
-        await asyncio.to_thread(_write, descriptor, offset, data)
+        await ended(_write, descriptor, offset, data)
         transfer.moved_bytes += len(stored)
         transfer.done_bytes += length
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sandyard.store.blobs.base import BlobError, BlobStore
 from sandyard.store.blobs.chunks import chunk_key, decode
+from sandyard.store.blobs.threads import ended
 
 Chunk = tuple[int, int, str]  # offset, length, SHA-256
 _CALM_SECONDS = 0.2  # after a read that had to wait: who reads goes before the rest
@@ -35,7 +36,12 @@ class Filling:
         os.ftruncate(self._descriptor, size)
         self._recall()
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """What is on its way is called off first."""
+        coming = list(self._coming.values())
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
         os.close(self._descriptor)
 
     @property
@@ -103,7 +109,7 @@ class Filling:
             except BlobError as error:
                 raise type(error)(f"chunk {digest} of {self.path.name}: {error.message}") from error
             data = await asyncio.to_thread(decode, stored, digest, length)
-            await asyncio.to_thread(self._write, offset, data)
+            await ended(self._write, offset, data)
         self.fetched_bytes += length
         self._have.add(number)
 

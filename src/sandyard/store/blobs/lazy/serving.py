@@ -18,6 +18,7 @@ from sandyard.store.blobs import BlobError, open_blobs
 from sandyard.store.blobs.lazy.filling import Filling
 from sandyard.store.blobs.lazy.fuse import FileServer, detach, mount
 from sandyard.store.blobs.lazy.order import HELD, READY, Order, Word
+from sandyard.store.blobs.threads import ended
 
 _WATCH_SECONDS = 1.0
 _AGAIN_SECONDS = 10.0
@@ -57,7 +58,7 @@ class Serving:
             for task in (serving, *others):
                 task.cancel()
             await asyncio.gather(serving, *others, return_exceptions=True)
-            self._filling.close()
+            await self._filling.close()
             self._order.mount.unlink(missing_ok=True)
 
     async def _read(self, offset: int, count: int) -> bytes:
@@ -71,7 +72,7 @@ class Serving:
         while True:
             try:
                 await self._filling.fill()
-                await asyncio.to_thread(self._filling.finish)
+                await ended(self._filling.finish)
             except (BlobError, OSError) as error:  # what can be read is read meanwhile
                 self._tell(error)
                 await asyncio.sleep(_AGAIN_SECONDS)
