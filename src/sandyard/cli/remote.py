@@ -40,12 +40,14 @@ class TransferLine:
             stderr.print()
 
 
-def sweep_storage(*, dry_run: bool, deep: bool) -> None:
-    """Remove what no snapshot needs; `deep` checks all that stays. Raises `SandyardError` where that is damaged."""
+def sweep_storage(*, dry_run: bool, deep: bool, repair: bool) -> None:
+    """Remove what no snapshot needs; `deep` checks all that stays, and `repair` removes of that what is damaged.
+
+    Raises `SandyardError` where something is."""
     settings = load_settings()
     asyncio.run(_sweep(settings, dry_run))
-    if deep:
-        asyncio.run(_verify(settings))
+    if deep or repair:
+        asyncio.run(_verify(settings, repair and not dry_run))
 
 
 async def _sweep(settings: Settings, dry_run: bool) -> None:
@@ -65,14 +67,18 @@ async def _sweep(settings: Settings, dry_run: bool) -> None:
     )
 
 
-async def _verify(settings: Settings) -> None:
+async def _verify(settings: Settings, repair: bool) -> None:
     from sandyard.sandboxes.remote.sweeping import verify
 
-    found = await verify(_storage(settings), deep=True)
+    found = await verify(_storage(settings), deep=True, repair=repair)
     for problem in found.problems:
         stdout.print(problem, markup=False, highlight=False, soft_wrap=True)
     if found.problems:
-        raise SandyardError(f"{len(found.problems)} of what snapshots need is damaged or gone")
+        removed = f", of which {found.removed} chunks were removed" if found.removed else ""
+        raise SandyardError(
+            f"{len(found.problems)} of what snapshots need is damaged or gone{removed}",
+            remedy="push those snapshots again from a node that has them",
+        )
     stdout.print(f"{len(found.chunks)} chunks of {len(found.layers)} layers are what they should be", highlight=False)
 
 

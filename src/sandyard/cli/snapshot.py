@@ -80,10 +80,13 @@ def pull(snapshots: Annotated[list[str], typer.Argument(metavar="SNAPSHOT...", h
 def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go, and remove nothing")] = False,
     deep: Annotated[bool, typer.Option("--verify", help="read everything that stays, and check it")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="as --verify, and remove damaged chunks: the next push sends them again")
+    ] = False,
 ) -> None:
     """Remove from the storage of blobs.url what no snapshot needs, of all tenants. It is asked directly, with the
     settings and the credentials of this shell."""
-    sweep_storage(dry_run=dry_run, deep=deep)
+    sweep_storage(dry_run=dry_run, deep=deep, repair=repair)
 
 
 _REMOTE_COLUMNS = ["id", "created", "mb", "here"]

@@ -37,6 +37,8 @@ class Found:
     layers: dict[str, LayerManifest] = field(default_factory=dict)
     chunks: dict[str, int] = field(default_factory=dict)  # digest: length
     problems: list[str] = field(default_factory=list)
+    damaged: set[str] = field(default_factory=set)  # digests of chunks that are there and not what they should be
+    removed: int = 0  # of them
 
 
 async def sweep(blobs: BlobStore, grace_seconds: float, *, dry_run: bool = False) -> Sweep:
@@ -63,8 +65,11 @@ async def sweep(blobs: BlobStore, grace_seconds: float, *, dry_run: bool = False
         return result
 
 
-async def verify(blobs: BlobStore, *, deep: bool = False) -> Found:
-    """Whether every snapshot in the storage has all it needs; `deep` reads every chunk."""
+async def verify(blobs: BlobStore, *, deep: bool = False, repair: bool = False) -> Found:
+    """Whether every snapshot in the storage has all it needs; `deep` reads every chunk, and `repair` removes those that
+    are damaged, so that the next push of a node that has them sends them again.
+
+    Raises `Conflict` where there is something to remove while something is being uploaded."""
     found = await needed(blobs)
     there = {info.key: info.size async for info in blobs.list(CHUNKS)}
     gate = asyncio.Semaphore(_AT_ONCE)
@@ -73,15 +78,37 @@ async def verify(blobs: BlobStore, *, deep: bool = False) -> Found:
         async with gate:
             if chunk_key(digest) not in there:
                 found.problems.append(f"chunk {digest} is gone")
-            elif deep:
+            elif deep or repair:
                 try:
-                    stored = await blobs.get(chunk_key(digest))
-                    await asyncio.to_thread(decode, stored, digest, length)
-                except (BlobDamaged, BlobMissing) as error:
+                    await _read(blobs, digest, length)
+                except BlobDamaged as error:
+                    found.problems.append(error.message)
+                    found.damaged.add(digest)
+                except BlobMissing as error:
                     found.problems.append(error.message)
 
     await asyncio.gather(*(check(digest, length) for digest, length in found.chunks.items()))
+    if repair and found.damaged:
+        async with sweeping(blobs):
+            await _drop_damaged(blobs, found)
     return found
+
+
+async def _drop_damaged(blobs: BlobStore, found: Found) -> None:
+    """Those that still are: reading everything took long, and nobody was kept from uploading meanwhile."""
+    for digest in sorted(found.damaged):
+        try:
+            await _read(blobs, digest, found.chunks[digest])
+        except BlobDamaged:
+            await blobs.delete(chunk_key(digest))
+            found.removed += 1
+        except BlobMissing:
+            continue
+
+
+async def _read(blobs: BlobStore, digest: str, length: int) -> None:
+    """Raises `BlobDamaged`, `BlobMissing`."""
+    await asyncio.to_thread(decode, await blobs.get(chunk_key(digest)), digest, length)
 
 
 async def needed(blobs: BlobStore) -> Found:

@@ -14,7 +14,7 @@ from sandyard.sandboxes.remote.known import Known
 from sandyard.sandboxes.remote.manifest import LayerManifest, layer_key
 from sandyard.sandboxes.remote.source import Piece, Source, opened
 from sandyard.sandboxes.remote.transfer import Transfer
-from sandyard.store.blobs import BlobStore
+from sandyard.store.blobs import BlobDamaged, BlobMissing, BlobStore
 from sandyard.store.blobs.chunks import chunk_key, digest_of, encode
 
 _DEPTH = 64  # of differences on each other: a circle is none
@@ -56,15 +56,34 @@ class Uploader:
         return digest
 
     async def _stands(self, digest: str, depth: int) -> bool:
-        """Whether a layer is there with all that it needs: manifests are written after, and removed before, what
-        they name."""
-        if depth > _DEPTH or await self._blobs.head(layer_key(digest)) is None:
+        """Whether a layer is there with all that it needs. Its chunks are looked for one by one: somebody may have
+        removed some that were damaged."""
+        if depth > _DEPTH:
             return False
-        manifest = LayerManifest.parse(await self._blobs.get(layer_key(digest)), digest)
+        try:
+            manifest = LayerManifest.parse(await self._blobs.get(layer_key(digest)), digest)
+        except (BlobMissing, BlobDamaged):
+            return False
         for parent in manifest.parents:
             if not await self._stands(parent, depth + 1):
                 return False
-        return True
+        wanted = {name: length for _, length, name in manifest.chunks}
+        looks = [asyncio.create_task(self._there_in_turn(*each)) for each in wanted.items()]
+        try:
+            return all([await look for look in looks])
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+
+    async def _there_in_turn(self, digest: str, length: int) -> bool:
+        async with self._room:
+            return await self._there(digest, length)
+
+    async def _there(self, digest: str, length: int) -> bool:
+        """Whether a chunk is there, and of a size that `encode` may give it."""
+        found = await self._blobs.head(chunk_key(digest))
+        return found is not None and 1 < found.size <= length + 1
 
     async def _send(self, source: Source, transfer: Transfer) -> list[tuple[int, int, str]]:
         chunks: list[tuple[int, int, str]] = []
@@ -99,7 +118,7 @@ class Uploader:
     async def _one(self, piece: Piece, transfer: Transfer, chunks: list[tuple[int, int, str]]) -> None:
         offset, data = piece
         digest = await asyncio.to_thread(digest_of, data)
-        if await self._blobs.head(chunk_key(digest)) is not None:
+        if await self._there(digest, len(data)):
             transfer.skipped_bytes += len(data)
         else:
             stored = await asyncio.to_thread(encode, data)
