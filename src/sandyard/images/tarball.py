@@ -20,6 +20,7 @@ from sandyard.images.entries import StrangeEntry, entries
 from sandyard.images.owners import CAPABILITY, bind_capability, shifted
 
 MAX_ENTRIES = 2_000_000
+_DEEPEST, _LONGEST = 200, 4096  # what walks a tree calls itself for each level; PATH_MAX
 _CHUNK = 1 << 20
 _BLOCK = 4096  # what a file system takes for an entry, about
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
@@ -172,12 +173,14 @@ class Unpacker:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """The path of an entry, part by part. Raises `BadRequest` where it leaves the archive."""
+    """The path of an entry, part by part. Raises `BadRequest` where it leaves the archive, or is too deep or long."""
     if name.startswith("/"):
         raise BadRequest(f"entry {name!r} is absolute")
     parts = tuple(part for part in name.split("/") if part not in ("", "."))
     if ".." in parts or "\0" in name:
         raise BadRequest(f"entry {name!r} leaves the archive")
+    if len(parts) > _DEEPEST or len(name) > _LONGEST:
+        raise BadRequest(f"entry {name[:80]!r}... is {len(parts)} directories deep, or too long")
     return parts
 
 

@@ -93,8 +93,8 @@ class StoreKeeper:
             self._wanted.clear()
             try:
                 await self.collect()
-            except (HostError, TimeoutError) as error:
-                log.error("layers could not be collected", error=str(error))
+            except Exception:  # whatever it is, the next look may be better, and nobody waits for this one
+                log.exception("layers could not be collected")
 
 
 def _tell(outcome: Outcome) -> None:

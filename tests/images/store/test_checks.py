@@ -75,7 +75,7 @@ def _index(tree: Path) -> None:
         (_cut, False, "size is 10"),
         (_rename, False, "was not there"),
         (_mode, False, "mode is"),
-        (_record, False, "layer.json is missing or damaged"),
+        (_record, False, "layer.json is missing, damaged or another"),
         (_attribute, True, "attributes is"),
         (_index, False, "cannot be compared"),
         (lambda tree: shutil.rmtree(tree), False, "files are missing"),

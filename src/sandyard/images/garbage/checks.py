@@ -30,9 +30,7 @@ class LayersOfImages:
             layer = known.get(home.name)
             problem: str | None = None
             if layer is None:
-                problem = "its layer.json is missing or damaged"
-            elif layer.key != home.name:
-                problem = f"it is layer {layer.key} by its layer.json"
+                problem = "its layer.json is missing, damaged or another layer's"
             else:
                 found.size_bytes += layer.disk_bytes
                 problem = compare(home, layer.tree, deep=deep)

@@ -8,6 +8,7 @@ sandbox names need no hold.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -15,6 +16,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from sandyard.errors import HostError
 
 _HOLDS, _GUARD = ".holds", ".guard"
 
@@ -45,7 +49,8 @@ class Hold:
 
     def _write(self) -> None:
         data = json.dumps({"keys": sorted(self._keys), "bytes": self._bytes}).encode()
-        os.pwrite(self._descriptor, data, 0)
+        if os.pwrite(self._descriptor, data, 0) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(self._descriptor, len(data))
 
 
@@ -83,12 +88,20 @@ def read_holds(home: Path) -> Held:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                record = json.loads(file.read() or b"{}")
+                record = _read(path, file.read())
                 keys |= set(record.get("keys", ()))
                 total += record.get("bytes", 0)
             else:
                 path.unlink()
     return Held(frozenset(keys), total)
+
+
+def _read(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads(data or b"{}")
+    except ValueError as error:  # cut by a full disk: nobody knows what it holds, so nothing may go
+        raise HostError(f"hold {path} is damaged", remedy="free disk space, and end the pulls under way") from error
+    return record
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -28,6 +29,8 @@ from sandyard.images.treeindex import NAME as INDEX
 from sandyard.images.treeindex import write_index
 
 _MAKING = ".making-"
+_OWNERS = "owners"  # beside a tree: who has shown that they have its content
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +66,15 @@ class LayerStore:
         self._uid_base = settings.container.uid_base
         self._max_bytes = settings.images.max_layer_mb << 20
 
-    def find(self, diff_ids: Sequence[str], hold: Hold | None = None) -> Layer | None:
-        """The topmost layer of these (the lowest first), if it is kept; it is held from now on."""
+    def find(self, diff_ids: Sequence[str], hold: Hold | None = None, owner: str | None = None) -> Layer | None:
+        """The topmost layer of these (the lowest first), if it is kept; it is held from now on.
+
+        `owner`: the tenant for whom, who gets what it, or the node, had the content of before: a digest alone is no
+        secret. None: the node itself, whose layers are everyone's."""
         with guard(self.home):
             for key in dict.fromkeys((diff_ids[-1], chain_id(diff_ids))):
                 layer = self._load(_plain(key))
-                if layer is not None and layer.diff_id == diff_ids[-1]:
+                if layer is not None and layer.diff_id == diff_ids[-1] and _owned(layer.home, owner):
                     if hold is not None:
                         hold.add(layer.key)
                     self._touch(layer)
@@ -82,6 +88,7 @@ class LayerStore:
         below: Sequence[Layer],
         *,
         hold: Hold | None = None,
+        owner: str | None = None,
         on_bytes: Callable[[int], None] = lambda count: None,
     ) -> Layer:
         """Unpack the topmost of `diff_ids` from its blob; `below` are the layers under it, the topmost first.
@@ -98,7 +105,7 @@ class LayerStore:
             key = _plain(wanted if made.self_contained else chain_id(diff_ids))
             try:
                 landed = self._describe(scratch, key, wanted, made.size_bytes)
-                return self._install(scratch, key, hold, landed)
+                return self._install(scratch, key, hold, landed, owner)
             except OSError as error:
                 raise HostError(f"layer store {self.home}: {error}", remedy="check paths.state and its disk") from error
 
@@ -169,7 +176,7 @@ class LayerStore:
         scratch.chmod(0o711)
         return indexed.disk_bytes
 
-    def _install(self, scratch: Path, key: str, hold: Hold | None, landed: int) -> Layer:
+    def _install(self, scratch: Path, key: str, hold: Hold | None, landed: int, owner: str | None) -> Layer:
         with guard(self.home):
             if hold is not None:
                 hold.add(key, landed)
@@ -180,22 +187,44 @@ class LayerStore:
                     raise
                 # another made the same meanwhile
             layer = self._load(key)
+            _own(self.home / key, owner)
         assert layer is not None  # renamed into place, or found just now
         return layer
 
     def _load(self, key: str) -> Layer | None:
+        if not _KEY.fullmatch(key):
+            return None
         path = self.home / key / "layer.json"
         try:
             record = json.loads(path.read_text())
             used_at = path.stat().st_mtime
             size, tree = record["size_bytes"], self.home / key / "tree"
-            return Layer(record["key"], record["diff_id"], size, tree, used_at, record.get("disk_bytes", size))
+            if record["key"] != key:
+                return None
+            return Layer(key, record["diff_id"], size, tree, used_at, record.get("disk_bytes", size))
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def _touch(self, layer: Layer) -> None:
         if time.time() - layer.used_at > 60:
             os.utime(layer.home / "layer.json")
+
+
+def _owned(home: Path, owner: str | None) -> bool:
+    """Whether whoever it is for has had the content of this layer, or may have it without."""
+    if owner is None:
+        _own(home, None)
+        return True
+    return any((home / _OWNERS / _mark(each)).exists() for each in (None, owner))
+
+
+def _own(home: Path, owner: str | None) -> None:
+    (home / _OWNERS).mkdir(mode=0o700, exist_ok=True)
+    (home / _OWNERS / _mark(owner)).touch()
+
+
+def _mark(owner: str | None) -> str:
+    return "node" if owner is None else hashlib.sha256(owner.encode()).hexdigest()
 
 
 def _plain(digest: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform as host
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,8 @@ OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 DOCKER_LIST = "application/vnd.docker.distribution.manifest.list.v2+json"
 DOCKER_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
 ACCEPTED = (OCI_INDEX, OCI_MANIFEST, DOCKER_LIST, DOCKER_MANIFEST)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MOST_BYTES = 1 << 44
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
@@ -61,7 +65,7 @@ def parse_descriptor(value: Any, what: str) -> Descriptor:
     if not isinstance(value, dict) or not isinstance(value.get("digest"), str):
         raise BadRequest(f"{what}: a descriptor without a digest")
     digest, size = value["digest"], value.get("size", 0)
-    if not digest.startswith("sha256:") or len(digest) != 71 or not isinstance(size, int) or size < 0:
+    if not _DIGEST.fullmatch(digest) or type(size) is not int or not 0 <= size <= _MOST_BYTES:
         raise BadRequest(f"{what}: descriptor {digest!r} of size {size!r} is not one of sha256")
     return Descriptor(digest, size, str(value.get("mediaType", "")))
 
@@ -73,6 +77,11 @@ def is_index(document: Mapping[str, Any]) -> bool:
 def choose(document: Mapping[str, Any], platform: str, what: str) -> Descriptor:
     """The manifest of `platform` ("linux/amd64", "linux/arm64/v8") in an index. Raises `BadRequest`
     listing the platforms there are."""
+    with _well_formed(what):
+        return _choose(document, platform, what)
+
+
+def _choose(document: Mapping[str, Any], platform: str, what: str) -> Descriptor:
     wanted = platform.split("/")
     offered: list[str] = []
     for entry in document["manifests"]:
@@ -97,10 +106,15 @@ def parse_manifest(document: Mapping[str, Any], what: str) -> Manifest:
 
 
 def parse_config(document: Mapping[str, Any], what: str) -> ImageConfig:
-    """Raises `BadRequest` where the layers are not named."""
+    """Raises `BadRequest` where the layers are not named by their digests, or anything is not of its type."""
+    with _well_formed(what):
+        return _parse_config(document, what)
+
+
+def _parse_config(document: Mapping[str, Any], what: str) -> ImageConfig:
     rootfs = document.get("rootfs") or {}
     diff_ids = rootfs.get("diff_ids")
-    if not isinstance(diff_ids, list) or not all(isinstance(d, str) and d.startswith("sha256:") for d in diff_ids):
+    if not isinstance(diff_ids, list) or not all(isinstance(d, str) and _DIGEST.fullmatch(d) for d in diff_ids):
         raise BadRequest(f"{what}: its configuration does not name its layers")
     config = document.get("config") or {}
     env = dict(entry.partition("=")[::2] for entry in config.get("Env") or [])
@@ -119,3 +133,12 @@ def parse_config(document: Mapping[str, Any], what: str) -> ImageConfig:
         stop_signal=config.get("StopSignal") or None,
         on_build=config.get("OnBuild") or (),
     )
+
+
+@contextmanager
+def _well_formed(what: str) -> Iterator[None]:
+    """What a stranger wrote may have anything anywhere."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadRequest(f"{what}: not an image: {error}") from error

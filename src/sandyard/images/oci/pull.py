@@ -27,6 +27,7 @@ from sandyard.images.progress import Progress, silent
 
 _AT_ONCE = 3
 _CONFIG_LIMIT = 8 << 20
+_TELL_BYTES = 4 << 20  # at least, between two lines about one layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,13 @@ Transports = Callable[[str], httpx.AsyncBaseTransport | None]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a pull works with. `hold` keeps its layers until something names them; `collect` makes room for them."""
+    """What a pull works with. `hold` keeps its layers until something names them; `collect` makes room for them;
+    `owner` is the tenant it is for, None the node: see `LayerStore.find`."""
 
     hold: Hold
     collect: Collect = collect_nothing
     transports: Transports = lambda _registry: None
+    owner: str | None = None
 
 
 @contextlib.asynccontextmanager
@@ -186,8 +189,11 @@ async def _take(
             raise BadRequest(
                 f"{source.name}: {len(manifest.layers)} layers, and the configuration names {len(config.diff_ids)}"
             )
-        work = _Layers(source, store, manifest.layers, config.diff_ids, scratch, progress, room, given.hold)
-        layers = await work.all()
+        work = _Layers(source, store, manifest.layers, config.diff_ids, scratch, progress, room, given)
+        try:
+            layers = await work.all()
+        finally:
+            await asyncio.to_thread(room.close)
     image = Image(reference, digest, source.name, config, list(reversed(layers)))
     progress("pull", 1.0, f"{reference}: {len(layers)} layers, {image.size_bytes >> 20} MiB, {digest}")
     return image
@@ -216,7 +222,7 @@ class _Layers:
         scratch: Path,
         progress: Progress,
         room: Room,
-        held: Hold,
+        given: Needs,
     ) -> None:
         self._source = source
         self._store = store
@@ -225,9 +231,10 @@ class _Layers:
         self._scratch = scratch
         self._progress = progress
         self._room = room
-        self._held = held
+        self._given = given
         self._total = sum(blob.size for blob in blobs) or 1
         self._come = [0] * len(blobs)
+        self._said = [0] * len(blobs)
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     async def all(self) -> Sequence[Layer]:
@@ -247,7 +254,10 @@ class _Layers:
         return layers
 
     def _known(self) -> dict[int, Layer]:
-        found = ((i, self._store.find(self._diff_ids[: i + 1], self._held)) for i in range(len(self._blobs)))
+        found = (
+            (i, self._store.find(self._diff_ids[: i + 1], self._given.hold, self._given.owner))
+            for i in range(len(self._blobs))
+        )
         return {index: layer for index, layer in found if layer is not None}
 
     async def _download(self, index: int) -> Path:
@@ -276,10 +286,13 @@ class _Layers:
         def work() -> Layer:
             diff_ids, under = self._diff_ids[: index + 1], list(reversed(below))
             with path.open("rb") as blob:
-                made = self._store.add(blob, diff_ids, under, hold=self._held, on_bytes=count)
+                made = self._store.add(
+                    blob, diff_ids, under, hold=self._given.hold, owner=self._given.owner, on_bytes=count
+                )
+            self._room.landed(made.disk_bytes)
             size = path.stat().st_size
             os.unlink(path)
-            self._room.give(size + written - made.disk_bytes)  # which counts as a layer by now
+            self._room.give(max(size + written - made.disk_bytes, 0))  # which counts as a layer by now
             self._room.check()
             return made
 
@@ -291,7 +304,12 @@ class _Layers:
             raise BadRequest(f"{self._source.name}: layer {index + 1}: {error}") from error
 
     def _count(self, index: int, count: int) -> None:
+        """Now and then: what is told may be kept in a log of bounded length."""
         self._come[index] += count
+        size, step = self._blobs[index].size, max(_TELL_BYTES, self._blobs[index].size // 50)
+        if self._come[index] < size and 0 <= self._come[index] - self._said[index] < step:
+            return
+        self._said[index] = self._come[index]
         self._tell(index, f"{_mib(self._come[index])} of {_mib(self._blobs[index].size)} MiB")
 
     def _tell(self, index: int, what: str) -> None:

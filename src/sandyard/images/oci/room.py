@@ -61,16 +61,23 @@ class Room:
         self._collect = collect
         self._step = min(STEP_BYTES, marks.high // 64)
         self._ahead = 0  # taken and not looked at yet
+        self._reserved = 0  # in the hold, for what this object was asked for
         self._lock = threading.Lock()
 
     def take(self, count: int) -> None:
         """So many bytes are about to be written. Blocking. Raises `NoRoom`."""
+        if count > self._marks.high:  # before anything is removed for what cannot be
+            raise NoRoom(
+                f"layer store {self._home}: {count >> 20} MiB are more than the {self._marks.high >> 20} MiB that it"
+                " may take at all",
+                remedy="raise images.store_high_mb",
+            )
         with self._lock:
             self._ahead += count
             if self._ahead < self._step:
                 return
             ahead, self._ahead = self._ahead, 0
-        self._hold.reserve(ahead)
+        self._reserve(ahead)
         self._fit(ahead)
 
     def give(self, count: int) -> None:
@@ -79,11 +86,27 @@ class Room:
             spent = min(self._ahead, count)
             self._ahead -= spent
         if count > spent:
-            self._hold.reserve(spent - count)
+            self._reserve(spent - count)
+
+    def landed(self, count: int) -> None:
+        """So many bytes of what was taken are a layer now, which the hold knows."""
+        with self._lock:
+            self._reserved -= count
+
+    def close(self) -> None:
+        """Nothing more is written: what is left of what was taken is free again. Blocking."""
+        with self._lock:
+            left = self._reserved
+        self._reserve(-left)
 
     def check(self) -> None:
         """Raises `NoRoom` where what is there is too much already, whatever was taken for it. Blocking."""
         self._fit(0)
+
+    def _reserve(self, count: int) -> None:
+        with self._lock:
+            self._reserved += count
+        self._hold.reserve(count)
 
     def _fit(self, count: int) -> None:
         if (used := self._used()) > self._marks.high:

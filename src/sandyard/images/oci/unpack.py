@@ -16,6 +16,7 @@ import io
 import os
 import stat
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def unpack_layer(
     except OSError as error:
         check_disk(error, root)
         raise BadRequest(f"the layer is not a tar archive that can be unpacked: {error}") from error
-    except (tarfile.TarError, EOFError, zstandard.ZstdError, OverflowError, ValueError) as error:
+    except (tarfile.TarError, EOFError, zstandard.ZstdError, zlib.error, OverflowError, ValueError) as error:
         raise BadRequest(f"the layer is not a tar archive that can be unpacked: {error}") from error
     return Unpacked(f"sha256:{hashed.digest.hexdigest()}", unpacker.written, unpacker.self_contained)
 
@@ -176,8 +177,15 @@ class LayerUnpacker(Unpacker):
                 pass
             self.self_contained = False
             for layer in self._below:
-                if _copy_up(layer, target, parent):
+                if _copy_up(layer, target, parent, self._grow):
                     return
+
+    def _grow(self, count: int) -> None:
+        """What is copied up is written like any other content."""
+        if self.written + count > self._max_bytes:
+            raise BadRequest(f"links to files of lower layers pass the limit of {self._max_bytes >> 20} MiB a layer")
+        self._on_bytes(count)
+        self.written += count
 
     def _set_attributes(self, parts: tuple[str, ...], attributes: dict[str, bytes], entry: str) -> None:
         with self._walk(parts[:-1], make=False, name=entry) as parent:
@@ -209,7 +217,7 @@ def _directory(layer: Path, parts: tuple[str, ...]) -> tuple[int, int, int] | No
     return (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) if stat.S_ISDIR(found.st_mode) else None
 
 
-def _copy_up(layer: Path, parts: tuple[str, ...], parent: int) -> bool:
+def _copy_up(layer: Path, parts: tuple[str, ...], parent: int, grow: Callable[[int], None]) -> bool:
     with _opened(layer, parts[:-1]) as folder:
         if folder is None:
             return False
@@ -224,6 +232,7 @@ def _copy_up(layer: Path, parts: tuple[str, ...], parent: int) -> bool:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(parts[-1], flags, 0o600, dir_fd=parent), "wb") as target:
                 while chunk := file.read(_CHUNK):
+                    grow(len(chunk))
                     target.write(chunk)
                 os.fchown(target.fileno(), found.st_uid, found.st_gid)
                 os.fchmod(target.fileno(), stat.S_IMODE(found.st_mode))

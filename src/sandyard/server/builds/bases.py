@@ -149,6 +149,7 @@ class Bases:
                 held = await stack.enter_async_context(needs(settings, self.collect))
             given = replace(
                 held,
+                owner=tenant,
                 transports=lambda host: None if host in trusted(settings.images) else PublicOnly(settings),
             )
             pulled = await pull(
