@@ -186,6 +186,13 @@ class Catalog:
             raise NotFound(f"template '{text}' not found", remedy=self._hint(wanted, tenant))
         return found
 
+    def by_id(self, template_id: str) -> Template | None:
+        """Whosever it is; no name is taken for an id."""
+        self._read_node(1.0)
+        if (found := self._templates.get(template_id)) is not None:
+            return found
+        return next((template for template in self._node if template.id == template_id), None)
+
     def resolve(self, text: str, tenant: str | None = None) -> tuple[Template, Build]:
         """The template and its ready build: by tag, by build id, else by `default`, else the newest.
 
@@ -239,7 +246,9 @@ class Catalog:
     ) -> Template:
         """`template_id`: one that it has elsewhere, and that no template here has.
 
-        Raises `Conflict` where a name is taken and `BadRequest` for a bad one."""
+        Raises `Conflict` where a name, or that id, is taken and `BadRequest` for a bad name."""
+        if template_id is not None and self.by_id(template_id) is not None:
+            raise Conflict(f"there is a template {template_id} already", remedy="delete that one first")
         names = [check_name(name) for name in names]
         for name in names:
             if (other := self._taken(name, tenant)) is not None:

@@ -275,6 +275,39 @@ async def test_a_name_that_is_taken_here_stays_what_it_is(open_node: OpenNode, b
         assert await read(await start(b, pulled.id), "/noise") == b"theirs"
 
 
+async def test_a_name_is_no_id(open_node: OpenNode, blobs: MemoryBlobs) -> None:
+    async with open_node("a", blobs) as a, open_node("b", blobs) as b:
+        source = await start(a)
+        made = await a.copying.snapshot(source)
+        await remote_of(a).push(made)
+        taken = made.template.id
+        for tenant in ("other", "t"):
+            await b.catalog.add_template(tenant, "template", [taken])
+        await remote_of(b).pull("t", taken)
+        found = b.catalog.by_id(taken)
+        assert found is not None
+        assert (found.tenant, found.kind) == ("t", "snapshot")
+        assert [each.here for each in await remote_of(b).list("t")] == [True]
+        await b.catalog.delete(found)
+        assert b.catalog.by_id(taken) is None
+        await remote_of(b).pull("t", taken)
+        with pytest.raises(Conflict, match="already"):
+            await b.catalog.add_template("other", "template", template_id=taken)
+        assert b.catalog.by_id(taken) is not None
+
+
+async def test_an_upload_does_not_take_a_name_for_its_snapshot(open_node: OpenNode) -> None:
+    blobs = Flaky()
+    async with open_node("a", blobs, upload="on_snapshot") as a:
+        early = await a.catalog.add_template("other", "template", ["early"])
+        source = await start(a)
+        blobs.left = 0
+        made = await a.copying.snapshot(source)
+        early.names.append(made.template.id)
+        await _until(lambda: remote_of(a).transfers("t")[0].error is not None)
+        assert "away" in (remote_of(a).transfers("t")[0].error or "")  # and not that it was deleted
+
+
 async def test_uploads_by_policy(open_node: OpenNode, blobs: MemoryBlobs) -> None:
     async with open_node("a", blobs, upload="sync") as a, open_node("b", blobs) as b:
         made = await a.copying.snapshot(await start(a))

@@ -110,13 +110,10 @@ class Fetching:
 
     def _template(self, manifest: SnapshotManifest) -> Template | None:
         """Raises `Conflict` where it is somebody else's here."""
-        with contextlib.suppress(NotFound):
-            template = self._manager.catalog.find(manifest.template_id)
-            if template.id == manifest.template_id:
-                if template.tenant != manifest.tenant or template.kind != KIND:
-                    raise Conflict(f"snapshot {manifest.template_id} has the id of a template of this node")
-                return template
-        return None
+        template = self._manager.catalog.by_id(manifest.template_id)
+        if template is not None and (template.tenant != manifest.tenant or template.kind != KIND):
+            raise Conflict(f"snapshot {manifest.template_id} has the id of a template of this node")
+        return template
 
     def _free(self, name: str, tenant: str) -> bool:
         try:

@@ -81,12 +81,11 @@ class Listing:
 
     def here(self, manifest: SnapshotManifest) -> Snapshot | None:
         """What this node has of that state of it."""
-        try:
-            template = self._catalog.find(manifest.template_id, manifest.tenant)
-        except NotFound:
+        template = self._catalog.by_id(manifest.template_id)
+        if template is None or template.tenant != manifest.tenant or template.kind != KIND:
             return None
         build = template.builds.get(manifest.build_id)
-        if build is None or template.tenant != manifest.tenant or template.kind != KIND:
+        if build is None:
             return None
         return Snapshot(template, manifest.tag, build)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from sandyard.errors import NotFound, SandyardError, Unsupported
+from sandyard.errors import SandyardError, Unsupported
 from sandyard.sandboxes.copying import Snapshot
 from sandyard.sandboxes.remote.intents import uploading
 from sandyard.sandboxes.remote.known import Known
@@ -44,7 +44,7 @@ class Pushing:
         self._up = Uploader(blobs, known, manager.settings, manager.runtime)
 
     async def push(self, snapshot: Snapshot) -> Transfer:
-        """Upload a snapshot; one that is there already costs a few requests. Raises `Unsupported` before anything is
+        """Upload a snapshot; one that is there already costs a request a chunk. Raises `Unsupported` before anything is
         sent, `BlobError`, `SandboxError`."""
         transfer = _transfer(snapshot)
         transfer.state = "running"
@@ -105,11 +105,8 @@ class Pushing:
         return await self._up.layer(layer, transfer)
 
     def _gone(self, snapshot: Snapshot) -> bool:
-        try:
-            template = self._manager.catalog.find(snapshot.template.id)
-        except NotFound:
-            return True
-        return snapshot.build.id not in template.builds
+        template = self._manager.catalog.by_id(snapshot.template.id)
+        return template is None or snapshot.build.id not in template.builds
 
 
 def _transfer(snapshot: Snapshot) -> Transfer:

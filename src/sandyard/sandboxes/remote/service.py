@@ -64,8 +64,8 @@ class RemoteSnapshots:
         await self._policy.made(snapshot)
 
     async def push(self, snapshot: Snapshot) -> Transfer:
-        """Upload a snapshot; one that is there already costs a few requests. Raises `Unsupported` before anything is
-        sent, `BlobError`, `SandboxError`."""
+        """Upload a snapshot; one that is there already costs a request a chunk. Raises `Unsupported` before anything
+        is sent, `BlobError`, `SandboxError`."""
         return await self._pushing.push(snapshot)
 
     def push_soon(self, snapshot: Snapshot) -> Transfer:
