@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import secrets
+import stat
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +19,7 @@ BLANK = "blank.img"
 DEEPEST = 8  # images of one sandbox: then they are made one
 _JOURNAL_MB = 8
 _TIMEOUT = 600.0
+_IMAGE = re.compile(r"disk[0-9]{1,9}\.qcow2")
 
 
 def blank(store: Path, size_mb: int) -> Path:
@@ -54,11 +58,18 @@ def first(home: Path, empty: Path) -> Path:
 def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
     """Image `number` of a sandbox, above `backing`, a name in the same directory: so the chain is the same
     wherever the directory is seen. Blocking."""
-    path = home / image(number)
-    run(["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", kind, str(path), str(size)])
-    path.chmod(0o600)
-    stat = home.stat()
-    os.chown(path, stat.st_uid, stat.st_gid)
+    path, scratch = home / image(number), home.with_name(f".{home.name}-{secrets.token_hex(4)}")
+    owner = home.stat()
+    try:
+        # Beside the directory, in which a VMM may have put a link of any name.
+        run(["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", kind, str(scratch), str(size)])
+        scratch.chmod(0o600)
+        os.chown(scratch, owner.st_uid, owner.st_gid)
+        scratch.replace(path)
+    except OSError as error:
+        raise SandboxError(f"disk in {home}: {error.strerror}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
     return path
 
 
@@ -68,16 +79,16 @@ def image(number: int) -> str:
 
 def top(home: Path) -> int:
     """The number of the image that is written to."""
-    return max(int(path.stem.removeprefix("disk")) for path in home.glob("disk*.qcow2"))
+    return max(int(path.stem.removeprefix("disk")) for path in _images(home))
 
 
 def depth(home: Path) -> int:
-    return len(list(home.glob("disk*.qcow2")))
+    return len(_images(home))
 
 
 def keep_only(home: Path, number: int) -> None:
     """Remove the images below, which nothing needs any more."""
-    for path in home.glob("disk*.qcow2"):
+    for path in _images(home):
         if path.name != image(number):
             path.unlink()
 
@@ -87,8 +98,10 @@ def take(scratch: Path, target: Path, durable: bool) -> int:
 
     Blocking. Raises `SandboxError`, with nothing at `target`."""
     try:
-        descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise SandboxError(f"commit to {target}: {scratch.name} is not a file")
             os.fchown(descriptor, 0, 0)
             os.fchmod(descriptor, 0o444)
             if durable:
@@ -104,7 +117,11 @@ def take(scratch: Path, target: Path, durable: bool) -> int:
 
 def used_bytes(home: Path) -> int:
     """What the chain of a sandbox takes on the host's disk."""
-    return sum(path.stat().st_blocks * 512 for path in home.glob("disk*.qcow2"))
+    return sum(path.lstat().st_blocks * 512 for path in _images(home))
+
+
+def _images(home: Path) -> list[Path]:
+    return [path for path in home.glob("disk*.qcow2") if _IMAGE.fullmatch(path.name)]
 
 
 def run(command: Sequence[str]) -> str:

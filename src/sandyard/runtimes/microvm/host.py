@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 from sandyard.config import Settings
@@ -19,7 +20,7 @@ from sandyard.runtimes.container.runtime import finish
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import last_lines
 from sandyard.runtimes.microvm.layout import Layout
-from sandyard.runtimes.microvm.record import load_running
+from sandyard.runtimes.microvm.record import forget_halted, load_running
 from sandyard.runtimes.microvm.starting import Starter
 
 ID = re.compile(r"[a-z0-9]{1,40}")
@@ -68,6 +69,7 @@ class Host:
         try:
             for path in (self.layout.memory(sandbox_id), self.layout.disk(sandbox_id)):
                 await asyncio.to_thread(remove_tree, path)
+            await asyncio.to_thread(forget_halted, self.layout.disk(sandbox_id))
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: its disk does not go: {error}") from error
 
@@ -80,11 +82,12 @@ class Host:
             with suppress(TimeoutError):  # `clear` kills harder, and says what stays
                 await asyncio.wait_for(instance.wait_dead(), _DESTROY_TIMEOUT / 2)
             await instance.release()
+            self.instances.pop(sandbox_id, None)  # it hears of nothing any more: a second try has to do without
 
         def clear() -> None:
             record = load_running(self.layout.home(sandbox_id))
             if record is not None:
-                _end_child(record.pid)
+                _end_child(record.pid, sandbox_id)
             self.cgroups.kill(sandbox_id, deadline)
             self.cgroups.remove(sandbox_id, deadline)
             remove_tree(self.layout.home(sandbox_id))
@@ -93,7 +96,6 @@ class Host:
             await asyncio.to_thread(clear)
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
-        self.instances.pop(sandbox_id, None)
 
     async def close(self) -> None:
         """Let go of the instances; they go on living."""
@@ -109,9 +111,11 @@ async def in_thread(call: Callable[..., _Result], *arguments: object) -> _Result
     return await finish(asyncio.to_thread(call, *arguments))
 
 
-def _end_child(pid: int) -> None:
+def _end_child(pid: int, sandbox_id: str) -> None:
     """Kill and collect a VMM that this process started, also one that has not joined its groups yet."""
-    with suppress(ChildProcessError):  # another's, or collected: only our own child's number cannot be another's
-        if os.waitpid(pid, os.WNOHANG)[0] == 0:
+    with suppress(ChildProcessError, FileNotFoundError):  # another's, or collected
+        # Of an earlier server's record the number may be another child's by now.
+        said = "".join(Path(f"/proc/{pid}/{name}").read_text(errors="replace") for name in ("cmdline", "cgroup"))
+        if sandbox_id in said and os.waitpid(pid, os.WNOHANG)[0] == 0:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

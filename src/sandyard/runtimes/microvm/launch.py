@@ -11,15 +11,19 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.microvm.machine import TAP
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_LOG_MAX = 1 << 20
+_LOG_LOOKS, _LOG_PAUSE = 4, 0.01
 OWN = Path("/vm")
 SHARED = Path("/shared")
 # $1 the VMM's directory, $2 user, $3 the device of the accelerator or nothing, $4 the address of the host's end
@@ -93,7 +97,7 @@ def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int])
     groups = [str(group) for group in plan.groups]
     arguments = [str(plan.own), str(plan.uid), plan.device, plan.gate, *groups, "--", *shared, "--", *command]
     try:
-        with open(plan.log, "wb") as log:
+        with _bounded(plan.log) as log:
             process = subprocess.Popen(
                 [*spaces, "sh", "-c", _SCRIPT, "vmm", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -138,12 +142,25 @@ def listen(stack: ExitStack, path: Path) -> int:
     return listener.fileno()
 
 
+@contextmanager
+def _bounded(log: Path) -> Iterator[IO[bytes]]:
+    """What is written to it ends in a new file `log`, as far as it may be: a guest can make its VMM complain without
+    end. What is beyond is dropped, which a VMM does not mind."""
+    script = 'exec 3<&0; head -c "$1" <&3 >"$2" 2>/dev/null &'  # nobody's child when this ends
+    words = ["setsid", "sh", "-c", script, "log", str(_LOG_MAX), str(log)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, env={"PATH": _PATH}, cwd="/") as reader:
+        assert reader.stdin is not None  # asked for
+        yield reader.stdin
+
+
 def last_lines(log: Path, count: int = 3) -> str:
     """What a VMM said last, in one line."""
-    try:
-        with open(log, "rb") as file:
+    lines: list[str] = []
+    for _ in range(_LOG_LOOKS):
+        with suppress(FileNotFoundError), open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - 4096))
             lines = file.read().decode(errors="replace").strip().splitlines()
-    except FileNotFoundError:
-        lines = []
+        if lines:
+            break
+        time.sleep(_LOG_PAUSE)  # it may be on its way to the file
     return " | ".join(lines[-count:]) or "it said nothing"

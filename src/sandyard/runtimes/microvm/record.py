@@ -9,6 +9,7 @@ from typing import Any
 from sandyard.errors import SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import boot_id, decode_spec, encode_spec, read_json, write_json
+from sandyard.runtimes.durable import sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,21 @@ def load_region(home: Path) -> int:
 
 
 def save_halted(disk: Path, spec: SandboxSpec) -> None:
-    write_json(disk / "halted.json", encode_spec(spec))
+    path = _halted(disk)
+    write_json(path, encode_spec(spec))
+    sync(path)
+    sync(path.parent)
 
 
 def load_halted(disk: Path) -> SandboxSpec | None:
-    record: dict[str, Any] | None = read_json(disk / "halted.json")
+    record: dict[str, Any] | None = read_json(_halted(disk))
     return None if record is None else decode_spec(record)
 
 
 def forget_halted(disk: Path) -> None:
-    (disk / "halted.json").unlink(missing_ok=True)
+    _halted(disk).unlink(missing_ok=True)
+
+
+def _halted(disk: Path) -> Path:
+    """Beside the disk: what lies in it, its VMM may have written."""
+    return disk.with_name(f".{disk.name}.halted.json")

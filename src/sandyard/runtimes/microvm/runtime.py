@@ -165,7 +165,7 @@ class MicroVMRuntime(Runtime):
 
         def find() -> list[str]:
             entries = os.listdir(disks) if disks.is_dir() else []
-            return sorted(name for name in entries if (disks / name / "halted.json").exists())
+            return sorted(name for name in entries if ID.fullmatch(name) and load_halted(disks / name) is not None)
 
         return await asyncio.to_thread(find)
 

@@ -120,9 +120,10 @@ class Bases:
 
 
 async def _warm(instance: MicroVMInstance) -> None:
-    """Have the shell that nearly all commands begin with in the guest's cache, which every copy then has."""
+    """Have the shell that nearly all commands begin with in the guest's cache, which every copy then has. None of the
+    template's own scripts runs: what they made would be the same in every copy."""
     try:
-        shell = await instance.agent.spawn(ProcessSpec([BASH, "-l", "-c", "true"]))
+        shell = await instance.agent.spawn(ProcessSpec([BASH, "--noprofile", "--norc", "-c", "true"]))
         async with asyncio.timeout(_WARM):
             await shell.wait()
     except (GuestError, TimeoutError):
