@@ -184,6 +184,8 @@ async def test_one_that_is_suspended_can_be_copied(runtime: MicroVMRuntime, base
         path.unlink()
     async with copied(runtime, base, layers / "one", "copy") as copy:
         await counting(copy, counter.pid)
+    with pytest.raises(SandboxError, match="there already"):
+        await runtime.commit_halted("asleep", layers / "files", memory=True)
     with pytest.raises(CreateFailed, match="has no memory"):
         await runtime.create(spec_of(base, layers / "files", "none"))
     await runtime.halt("asleep")

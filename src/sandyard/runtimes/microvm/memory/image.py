@@ -142,6 +142,12 @@ def remove(name: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def check_new(name: Path) -> None:
+    """Raises `SandboxError` where there is such a layer: it is not to get the memory of another."""
+    if name.exists():
+        raise SandboxError(f"commit to {name}: it is there already")
+
+
 def remove_half(name: Path) -> None:
     """`remove`, unless there is the layer: that comes last."""
     if not name.exists():

@@ -53,6 +53,7 @@ class Keeping:
         """`Instance.commit` with memory."""
         spec = instance.spec
         commits.check_depth(spec)
+        await in_thread(image.check_new, target)
         capture = await Capture.prepare(self._host, choice, instance, target)
         swap = await commits.Swap.prepare(self._host, instance)
         try:

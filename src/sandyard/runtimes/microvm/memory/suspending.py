@@ -116,6 +116,7 @@ class Suspending:
             image.link(name, manifest, target)
             image.save(target, manifest, durable=True)
 
+        await in_thread(image.check_new, target)
         try:
             await in_thread(share)
             size = await commits.commit_halted(self._host, record.spec, target, number=record.disk)
