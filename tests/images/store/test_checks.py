@@ -153,6 +153,19 @@ def test_layers_of_snapshots(tmp_path: Path) -> None:
     assert {each.name for each in check.check(deep=False).damaged} == {"image", "delta"}
 
 
+def test_a_layer_on_its_way_that_nobody_brings_is_damaged(tmp_path: Path) -> None:
+    home, orders = tmp_path / "layers", tmp_path / "blobs" / "lazy"
+    for each in (home, orders):
+        each.mkdir(parents=True)
+    (home / "coming").symlink_to(tmp_path / "nothing")
+    check = CommittedLayers(home, References({home / "coming": "snapshot a"}, {}), set())
+    (finding,) = check.check(deep=False).damaged
+    assert "nobody brings it" in finding.problem
+    (orders / "coming").write_text("{}")
+    found = check.check(deep=False)
+    assert (found.damaged, found.unknown, found.count) == ([], 1, 1)
+
+
 def test_the_build_cache_and_what_is_stood_on(tmp_path: Path) -> None:
     index = tmp_path / "cache.json"
     assert BuildCache(index).check(deep=False).count == 0

@@ -405,6 +405,15 @@ async def _until(true: Callable[[], bool], seconds: float = 10.0, step: float = 
         await asyncio.sleep(step)
 
 
+async def test_a_link_to_nothing_is_no_layer(open_node: OpenNode, blobs: MemoryBlobs) -> None:
+    async with open_node("a", blobs) as a, open_node("b", blobs) as b:
+        made = await _pushed(a)
+        with b.catalog.new_layer(_layers(a)[0]) as path:
+            path.symlink_to(path.with_name("nothing"))
+            assert await read(await start(b, made), "/noise") == NOISE
+        assert not path.is_symlink()
+
+
 async def test_layers_are_removed_by_several_at_once(open_node: OpenNode, blobs: MemoryBlobs) -> None:
     async with open_node("a", blobs) as node:
         home = node.catalog.layers_home

@@ -96,8 +96,11 @@ class Downloader:
         path = self.path_of(digest, manifest)
         if not await asyncio.to_thread(present, path):
             return False
-        if path.is_symlink() and await self._lazy.ensure(path, manifest):
-            return True
+        if path.is_symlink():
+            if await self._lazy.ensure(path, manifest):
+                return True
+            if await self._lazy.forsaken(path):
+                return False
         if path in mine:
             return True
         known = await asyncio.to_thread(self._known.get, path)

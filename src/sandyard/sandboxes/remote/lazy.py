@@ -23,9 +23,10 @@ import structlog
 from sandyard.config import Settings
 from sandyard.errors import HostError
 from sandyard.images.garbage.base import Checkup, Finding
+from sandyard.runtimes.durable import sync
 from sandyard.sandboxes.remote.manifest import LayerManifest
 from sandyard.store.blobs.lazy.fuse import detach, mount
-from sandyard.store.blobs.lazy.order import HELD, READY, Order, Word
+from sandyard.store.blobs.lazy.order import HELD, PART, READY, Order, Word
 
 log = structlog.get_logger("sandyard.remote")
 
@@ -104,6 +105,19 @@ class LazyLayers:
                 return True
         return False
 
+    async def forsaken(self, layer: Path) -> bool:
+        """Whether a layer was a link to nothing, of which nobody knows what it was to be; it is none any more."""
+        async with self._lock:
+            return await asyncio.to_thread(self._unlinked, layer)
+
+    def _unlinked(self, layer: Path) -> bool:
+        if layer.exists() or not layer.is_symlink() or (self._home / layer.name).exists():
+            return False
+        log.error("a layer leads nowhere, and is fetched again", layer=layer.name)
+        layer.unlink(missing_ok=True)
+        layer.with_name(layer.name + PART).unlink(missing_ok=True)
+        return True
+
     async def _serve(self, order: Order) -> None:
         """With the lock held."""
         if Word(order.mount).heard()[0] is not None:
@@ -164,7 +178,9 @@ class LazyLayers:
         path = self._home / order.layer.name
         draft = path.with_name(f"{path.name}.part")
         draft.write_text(order.text())
+        sync(draft)  # a link without it leads nowhere for good
         draft.rename(path)
+        sync(self._home)
 
     def _forget(self, order: Order) -> None:
         (self._home / order.layer.name).unlink(missing_ok=True)
@@ -211,7 +227,12 @@ class LazyChecks:
 
 def home_of(settings: Settings) -> Path:
     """Where the orders of a node are."""
-    return settings.paths.state.absolute() / "blobs" / "lazy"
+    return orders_in(settings.paths.state.absolute())
+
+
+def orders_in(state: Path) -> Path:
+    """Where the orders are of a node whose state is in this directory, each under the name of its layer."""
+    return state / "blobs" / "lazy"
 
 
 def orders(home: Path) -> Iterator[Order]:

@@ -16,6 +16,7 @@ from sandyard.images.garbage.base import Checkup, Finding
 from sandyard.images.garbage.checks import note
 from sandyard.runtimes.container.derived import delta_of, exists, parent_of
 from sandyard.runtimes.deltas import Delta
+from sandyard.sandboxes.remote.lazy import orders_in
 from sandyard.sandboxes.storage import guests
 from sandyard.sandboxes.storage.references import References
 
@@ -50,8 +51,7 @@ class CommittedLayers:
 
     def _check(self, layer: Path, who: str, found: Checkup, *, deep: bool) -> None:
         if layer.is_symlink():  # it is on its way from shared storage
-            found.count += 1
-            found.unknown += 1
+            self._check_link(layer, found)
             return
         if not exists(layer):
             cached = who == "the build cache"  # it forgets by itself
@@ -62,6 +62,13 @@ class CommittedLayers:
         path = delta if delta.is_file() else layer
         found.size_bytes += _bytes(delta) + _bytes(layer)
         note(found, layer.name, path, _problem(layer, deep=deep))
+
+    def _check_link(self, layer: Path, found: Checkup) -> None:
+        found.count += 1
+        if (orders_in(self._home.parent) / layer.name).exists() or layer.exists():
+            found.unknown += 1
+        elif layer.is_symlink():  # it did not become whole meanwhile
+            found.damaged.append(Finding(layer.name, "is on its way, and nobody brings it", layer))
 
     def _below(self, needed: Mapping[Path, str]) -> set[Path]:
         found: set[Path] = set()
