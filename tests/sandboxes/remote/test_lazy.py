@@ -20,7 +20,7 @@ from sandyard.sandboxes.remote.lazy import LazyChecks, LazyLayers
 from sandyard.sandboxes.remote.manifest import LayerManifest
 from sandyard.store.blobs.chunks import chunk_key, digest_of, encode
 from sandyard.store.blobs.lazy.fuse import detach
-from sandyard.store.blobs.lazy.order import Word
+from sandyard.store.blobs.lazy.order import Order, Word
 from sandyard.store.blobs.local import LocalBlobs
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
@@ -244,6 +244,55 @@ async def test_a_process_that_cannot_serve_leaves_nothing(yard: Yard, monkeypatc
         await LazyLayers(elsewhere).bring(yard.layer, yard.manifest)
     assert list(yard.layer.parent.iterdir()) == []
     assert not list((yard.settings.paths.state / "blobs" / "lazy").iterdir())
+
+
+def _says(yard: Yard, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = yard.storage.parent / "program"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr("sandyard.sandboxes.remote.lazy.sys.executable", str(program))
+
+
+def _lives(pid: str) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_a_process_that_says_nothing_is_given_up(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandyard.sandboxes.remote.lazy._START_SECONDS", 0.5)
+    pid = yard.storage.parent / "pid"
+    _says(yard, monkeypatch, f"echo $$ > {pid}\nln -s {yard.mount} {yard.layer}\nexec sleep 60")
+    with pytest.raises(HostError, match="said nothing"):
+        await asyncio.wait_for(yard.lazy.bring(yard.layer, yard.manifest), 30)
+    assert not _lives(pid.read_text().strip())
+    assert list(yard.layer.parent.iterdir()) == []
+    assert not list((yard.settings.paths.state / "blobs" / "lazy").iterdir())
+
+
+async def test_a_process_that_is_busy_is_waited_for(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandyard.sandboxes.remote.lazy._START_SECONDS", 2.0)
+    _says(yard, monkeypatch, "for i in 1 2 3 4 5; do echo busy; sleep 0.6; done; echo ready")
+    began = time.monotonic()
+    await yard.lazy.bring(yard.layer, yard.manifest)
+    assert time.monotonic() - began > 2.5
+    await yard.lazy.stop()
+
+
+async def test_a_failure_does_not_end_the_looking_after(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandyard.sandboxes.remote.lazy._LOOK_SECONDS", 0.02)
+    looks = 0
+
+    def fails(_: Path) -> Iterator[Order]:
+        nonlocal looks
+        looks += 1
+        raise OSError("the disk is full")
+
+    await yard.lazy.start()
+    monkeypatch.setattr("sandyard.sandboxes.remote.lazy.orders", fails)
+    try:
+        await _until(lambda: looks > 2)
+    finally:
+        monkeypatch.undo()
+        await yard.lazy.stop()
 
 
 async def test_a_file_system_in_it_can_be_mounted(yard: Yard, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import structlog
 
@@ -26,13 +28,14 @@ from sandyard.images.garbage.base import Checkup, Finding
 from sandyard.runtimes.durable import sync
 from sandyard.sandboxes.remote.manifest import LayerManifest
 from sandyard.store.blobs.lazy.fuse import detach, mount
-from sandyard.store.blobs.lazy.order import HELD, PART, READY, Order, Word
+from sandyard.store.blobs.lazy.order import BUSY, HELD, PART, READY, Order, Word
+from sandyard.store.blobs.threads import ended
 
 log = structlog.get_logger("sandyard.remote")
 
 LEAST_BYTES = 64 << 20  # smaller ones come whole sooner than a process starts
 _LOOK_SECONDS = 2.0
-_START_SECONDS = 30.0
+_START_SECONDS = 30.0  # without a word
 _STOP_SECONDS = 10.0
 _STEP_SECONDS = 0.05
 
@@ -44,7 +47,7 @@ class LazyLayers:
         self._settings = settings
         self._home = home_of(settings)
         self._mounts = settings.paths.run.absolute() / "lazy"
-        self._children: list[subprocess.Popen[str]] = []
+        self._children: list[subprocess.Popen[bytes]] = []
         self._told: dict[Path, str] = {}
         self._watching: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
@@ -93,7 +96,7 @@ class LazyLayers:
                 await asyncio.to_thread(self._write, order)
                 await self._serve(order)
             except BaseException:
-                await asyncio.shield(asyncio.to_thread(self._forget, order))
+                await ended(self._undo, order)
                 raise
 
     async def ensure(self, layer: Path, manifest: LayerManifest) -> bool:
@@ -130,32 +133,42 @@ class LazyLayers:
         """The first word of the process, or its last."""
         self._mounts.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, "-m", "sandyard.store.blobs.lazy.serving"]
-        with open(order.mount.with_name(f"{order.mount.name}.log"), "wb") as out:
+        told = order.mount.with_name(f"{order.mount.name}.log")
+        with open(self._home / order.layer.name, "rb") as said, open(told, "wb") as out:
             child = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=said,  # no pipe: one that does not read it would hold whoever writes
                 stdout=subprocess.PIPE,
                 stderr=out,
-                text=True,
                 start_new_session=True,  # it outlives this server where sandboxes do
             )
         self._children = [each for each in self._children if each.poll() is None]
         self._children.append(child)
-        assert child.stdin is not None
         assert child.stdout is not None
-        with child.stdin, contextlib.suppress(BrokenPipeError):
-            child.stdin.write(order.text())
         with child.stdout:
-            word = child.stdout.readline().strip()
+            word = _first_word(child.stdout)
         if word:
             return word
-        child.wait(_START_SECONDS)
-        return (Path(out.name).read_text(errors="replace").strip().splitlines() or ["it ended at once"])[-1][:300]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(0 if word is None else _STOP_SECONDS)
+        if child.poll() is None:
+            self._give_up(child, order)
+            return f"it said nothing for {_START_SECONDS:g} s"
+        return (told.read_text(errors="replace").strip().splitlines() or ["it ended at once"])[-1][:300]
+
+    def _give_up(self, child: subprocess.Popen[bytes], order: Order) -> None:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel has it: it ends some time
+            child.wait(_STOP_SECONDS)
+        detach(order.mount)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            await self._look()
+            try:
+                await self._look()
+            except Exception:  # a full disk passes, and nobody else would look again
+                log.exception("layers on their way could not be looked after")
 
     async def _look(self) -> None:
         """Start again what was killed, tell what cannot be read, forget what is whole or gone."""
@@ -182,6 +195,11 @@ class LazyLayers:
         draft.rename(path)
         sync(self._home)
 
+    def _undo(self, order: Order) -> None:
+        if order.linked:  # it was given up right then
+            order.layer.unlink(missing_ok=True)
+        self._forget(order)
+
     def _forget(self, order: Order) -> None:
         (self._home / order.layer.name).unlink(missing_ok=True)
         self._told.pop(order.layer, None)
@@ -204,6 +222,22 @@ class LazyLayers:
         deadline = time.monotonic() + _STOP_SECONDS
         while any(word.heard()[0] is not None for word in words) and time.monotonic() < deadline:
             time.sleep(_STEP_SECONDS)
+
+
+def _first_word(stream: IO[bytes]) -> str | None:
+    """What a process says when it is no longer busy; "" where it ends without a word, None where it keeps silent for
+    too long. Blocking."""
+    poller, said = select.poll(), b""
+    poller.register(stream, select.POLLIN)
+    while poller.poll(_START_SECONDS * 1000):
+        piece = os.read(stream.fileno(), 4096)
+        *words, said = (said + piece).split(b"\n")
+        for word in words:
+            if word.decode() != BUSY:
+                return word.decode()
+        if not piece:
+            return ""
+    return None
 
 
 class LazyChecks:

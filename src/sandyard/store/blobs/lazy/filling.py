@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sandyard.store.blobs.base import BlobError, BlobStore
@@ -20,7 +20,16 @@ _CALM_SECONDS = 0.2  # after a read that had to wait: who reads goes before the 
 class Filling:
     """`path` is sparse; nothing is read of it that was not checked by this object. For one event loop."""
 
-    def __init__(self, path: Path, size: int, chunks: Sequence[Chunk], blobs: BlobStore, concurrency: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        size: int,
+        chunks: Sequence[Chunk],
+        blobs: BlobStore,
+        concurrency: int,
+        busy: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Reads what an earlier one left, and calls `busy` with every chunk of it."""
         self.path = path
         self.fetched_bytes = 0
         self._size = size
@@ -34,7 +43,7 @@ class Filling:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
         os.ftruncate(self._descriptor, size)
-        self._recall()
+        self._recall(busy)
 
     async def close(self) -> None:
         """What is on its way is called off first."""
@@ -119,7 +128,7 @@ class Filling:
             done = os.pwrite(self._descriptor, view, offset)
             view, offset = view[done:], offset + done
 
-    def _recall(self) -> None:
+    def _recall(self, busy: Callable[[], None]) -> None:
         """What an earlier process left is taken for what it is by its digests alone."""
         for number, (offset, length, digest) in enumerate(self._chunks):
             try:
@@ -127,5 +136,6 @@ class Filling:
                     continue
             except OSError:
                 return  # nothing from here on
+            busy()
             if hashlib.sha256(os.pread(self._descriptor, length, offset)).hexdigest() == digest:
                 self._have.add(number)

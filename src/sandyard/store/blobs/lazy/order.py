@@ -14,6 +14,7 @@ from typing import Any
 
 PART = ".lazy"
 READY, HELD = "ready", "held"
+BUSY = "busy"  # with what an earlier process left, before it is ready: any number of times
 _TRIES, _PAUSE = 20, 0.02
 
 

@@ -17,7 +17,7 @@ from sandyard.errors import SandyardError
 from sandyard.store.blobs import BlobError, open_blobs
 from sandyard.store.blobs.lazy.filling import Filling
 from sandyard.store.blobs.lazy.fuse import FileServer, detach, mount
-from sandyard.store.blobs.lazy.order import HELD, READY, Order, Word
+from sandyard.store.blobs.lazy.order import BUSY, HELD, READY, Order, Word
 from sandyard.store.blobs.threads import ended
 
 _WATCH_SECONDS = 1.0
@@ -33,7 +33,8 @@ class Serving:
         self._order = order
         self._word = word
         self._told: str | None = None
-        self._filling = Filling(order.part, order.size, order.chunks, blobs, settings.concurrency)
+        concurrency = settings.concurrency
+        self._filling = Filling(order.part, order.size, order.chunks, blobs, concurrency, lambda: _say(BUSY))
         order.mount.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         detach(order.mount)  # first: below what a killed process left is the file
         order.mount.touch(mode=0o400)
