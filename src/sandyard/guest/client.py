@@ -229,6 +229,16 @@ class LinkAgent(Agent):
         is PID 1 of a guest kernel can; another answers `GuestError`."""
         await self._call(Op.FREEZE, bytes((disk + 2 * processes,)), "freeze" if disk or processes else "thaw")
 
+    async def stand_still(self) -> None:
+        """`freeze` of the disk and the processes, and the link stands still with them: until `go_on` nothing is sent,
+        but waits, and nothing is read. So a machine that is stopped after this has its memory to itself: what comes
+        for a guest is put into its memory even while it is stopped. Where it fails the link has gone on."""
+        await self._link.last_call(Op.FREEZE, bytes((3,)), "freeze", self._timeout)
+
+    def go_on(self) -> None:
+        """Let the link go on; idempotent. The disk and the processes do with `freeze(False)`."""
+        self._link.go_on()
+
     async def use(self) -> GuestUse:
         """What a guest kernel counts; zeros for an agent that has none of its own."""
         reader = await self._call(Op.USE, b"", "use")

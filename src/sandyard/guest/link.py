@@ -120,6 +120,7 @@ class Link(asyncio.BufferedProtocol):
         self._closing = 0
         self._last_id = 0
         self._writable: asyncio.Future[None] | None = None
+        self._held: list[tuple[bytes, bytes | memoryview]] | None = None
         self._closed: asyncio.Future[None] = loop.create_future()
 
     # --- requests ---
@@ -148,6 +149,33 @@ class Link(asyncio.BufferedProtocol):
         """One request, one answer. `AgentLinkError` if it does not come within `timeout` seconds."""
         call = Call(what, self.loop)
         self.open(op, request, call)
+        return await self._answer(call, timeout)
+
+    async def last_call(self, op: Op, request: bytes, what: str, timeout: float) -> Reader:
+        """As `call`, and until `go_on` nothing is sent after the request, but waits in order, and nothing is read after
+        the answer. Where it fails the link has gone on."""
+        call = Call(what, self.loop)
+        self.open(op, request, call)
+        self._held = self._held or []
+        try:
+            reader = await self._answer(call, timeout)
+        except BaseException:
+            self.go_on()
+            raise
+        if self._transport and not self.error:
+            self._transport.pause_reading()
+        return reader
+
+    def go_on(self) -> None:
+        """After `last_call`: send what waited, and read again. Idempotent."""
+        held, self._held = self._held, None
+        if held is None or self._transport is None or self.error:
+            return
+        for header, payload in held:
+            self._write(header, payload)
+        self._transport.resume_reading()
+
+    async def _answer(self, call: Call, timeout: float) -> Reader:
         timer = self.loop.call_later(timeout, self._expire, call, timeout)
         try:
             return await call.future
@@ -176,6 +204,14 @@ class Link(asyncio.BufferedProtocol):
         if self._transport is None or self.error:
             return
         header = HEADER.pack(len(payload), frame, channel, flags, stream_id)
+        if self._held is None:
+            self._write(header, payload)
+        else:
+            self._held.append((header, payload))
+
+    def _write(self, header: bytes, payload: bytes | memoryview) -> None:
+        if self._transport is None:
+            return
         if len(payload) < _COPY_MAX:
             self._transport.write(header + payload)
         else:
@@ -194,6 +230,7 @@ class Link(asyncio.BufferedProtocol):
             return
         self.error = AgentLinkError(reason)
         self.error.__cause__ = cause
+        self._held = None
         if self._transport:
             self._transport.abort()
         if not self.greeting.done():

@@ -18,8 +18,9 @@ from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.container.runtime import finish
 from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.host import Host, in_thread
-from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.instance import STOP_TIMEOUT, MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN, run_confined
+from sandyard.runtimes.microvm.qmp import QmpError
 from sandyard.runtimes.microvm.starting import LAYER_FILES_MAX
 
 log = structlog.get_logger("sandyard.microvm")
@@ -82,18 +83,25 @@ class Swap:
         self.path.unlink(missing_ok=True)
 
     async def do(self) -> None:
-        """Nothing may be on its way to the disk. On failure the image is gone. Raises `SandboxError`."""
+        """Nothing may be on its way to the disk. Raises `SandboxError`: the image is gone then where QEMU refused it.
+        Else QEMU may still come to write to it, so it stays; empty it reads as what lies below."""
         try:
-            arguments = {
-                "node-name": await _writing(self.instance),
-                "snapshot-file": str(OWN / self.path.name),
-                "snapshot-node-name": f"disk{self.number + 1}",
-                "format": "qcow2",
-                "mode": "existing",
-            }
-            await self.instance.control.execute("blockdev-snapshot-sync", arguments)
+            writing = await _writing(self.instance)
         except BaseException:
             self.drop()
+            raise
+        arguments = {
+            "node-name": writing,
+            "snapshot-file": str(OWN / self.path.name),
+            "snapshot-node-name": f"disk{self.number + 1}",
+            "format": "qcow2",
+            "mode": "existing",
+        }
+        try:
+            await self.instance.control.execute("blockdev-snapshot-sync", arguments, timeout=STOP_TIMEOUT)
+        except QmpError as error:
+            if error.kind:
+                self.drop()
             raise
 
 

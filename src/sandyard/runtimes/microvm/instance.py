@@ -15,10 +15,13 @@ from sandyard.guest.client import LinkAgent
 from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
 from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.qmp import Qmp, QmpError
+from sandyard.runtimes.microvm.stall import STALLED, Stall
 
 if TYPE_CHECKING:
     from sandyard.runtimes.microvm.runtime import MicroVMRuntime
 
+STOP_TIMEOUT = 120.0
+"""Seconds for what QEMU answers only when all is on the host's disk."""
 _ENDED = ("shutdown", "guest-panicked", "internal-error")
 
 
@@ -36,6 +39,7 @@ class MicroVMInstance(Instance):
         self._host = runtime.host
         self._killed = False
         self._ending: asyncio.Task[None] | None = None
+        self.stall = Stall(spec.sandbox_id, lambda: runtime.try_again(self))
         self._loop = asyncio.get_running_loop()
         self._death: asyncio.Future[Death] = self._loop.create_future()
         self._loop.add_reader(pidfd, self._on_exit)
@@ -63,6 +67,8 @@ class MicroVMInstance(Instance):
         state = str(status.get("status")) if isinstance(status, dict) else ""
         if state in _ENDED:
             self._guest_ended(state)
+        if state == STALLED:
+            self.stall.begin()
         return state
 
     async def limit_disk(self, bytes_per_second: int) -> None:
@@ -79,6 +85,22 @@ class MicroVMInstance(Instance):
         if old is not None:
             await old.close()
         self._agent = await open_link()
+
+    async def stand_still(self) -> None:
+        """Processes, disk, link and machine stand still, so that nothing changes its memory. Where that fails,
+        `go_on` is due all the same. Raises `SandboxError`, `GuestError`."""
+        await self.agent.stand_still()
+        await self.control.execute("stop", timeout=STOP_TIMEOUT)
+
+    async def go_on(self) -> None:
+        """After `stand_still`, whatever came of it; the link goes on only when the machine does. Raises
+        `SandboxError`, `GuestError`."""
+        try:
+            await self.control.execute("cont")
+        finally:
+            if self._agent is not None:
+                self._agent.go_on()
+        await self.agent.freeze(False)
 
     async def wait_dead(self) -> Death:
         return await asyncio.shield(self._death)
@@ -115,6 +137,7 @@ class MicroVMInstance(Instance):
         """Close both sockets and stop watching; the guest is left alone. Idempotent."""
         self._close_pidfd()
         self._death.cancel()
+        self.stall.end()
         if self._ending is not None:
             self._ending.cancel()
         if self._agent is not None:
@@ -130,6 +153,8 @@ class MicroVMInstance(Instance):
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
         if name in ("SHUTDOWN", "GUEST_PANICKED"):
             self._guest_ended(str(data.get("reason", name.lower())))
+        if name == "BLOCK_IO_ERROR" and data.get("action") == "stop":
+            self.stall.begin()
 
     def _guest_ended(self, how: str) -> None:
         if self._ending is None:
@@ -148,6 +173,7 @@ class MicroVMInstance(Instance):
 
     def _on_exit(self) -> None:
         self._close_pidfd()
+        self.stall.end()
         with suppress(ChildProcessError):  # of an earlier server, it is the host's init that collects it
             os.waitpid(self.pid, os.WNOHANG)
         if not self._death.done():
