@@ -172,9 +172,28 @@ def test_a_full_disk_is_said_and_leaves_nothing_half(disk: Path) -> None:
         assert [path.name for path in layers.iterdir()] == ["root"]
         (layers / "root").write_bytes(disk.read_bytes())
         _commit(disk, layers / "one", layers / "root")  # nothing changed: there is room for that
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(SandboxError, match=r"no room for a copy of .*root, 16 MiB"):
             ready([layers / "one"])
         assert sorted(path.name for path in layers.iterdir()) == ["one.delta", "root"]
+    finally:
+        subprocess.run(["umount", str(layers)], check=True)
+
+
+@pytest.mark.root
+def test_an_image_that_can_be_made_again_takes_no_room_of_others(disk: Path) -> None:
+    layers = disk.parent / "layers"
+    layers.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=168m", "tmpfs", str(layers)], check=True)
+    try:
+        (layers / "root").write_bytes((disk.parent / "root").read_bytes())
+        _commit(disk, layers / "one", layers / "root")
+        (layers / "others").write_bytes(bytes(12 << 20))
+        with pytest.raises(SandboxError, match="128 MiB left for others"):
+            ready([layers / "one"])
+        assert sorted(path.name for path in layers.iterdir()) == ["one.delta", "others", "root"]
+        (layers / "others").unlink()
+        ready([layers / "one"])
+        assert (layers / "one").read_bytes() == disk.read_bytes()
     finally:
         subprocess.run(["umount", str(layers)], check=True)
 

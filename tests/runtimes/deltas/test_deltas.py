@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import composite
 
+from sandyard.runtimes.container.derived import parent_of
 from sandyard.runtimes.deltas import Chain, Delta, DeltaDamaged, differing, materialise, merged, write_delta
+from sandyard.runtimes.deltas.format import parent_name
 
 BLOCK = 4096
 States = list[dict[int, int]]  # for each state after the first: block -> byte that fills it
@@ -123,6 +125,27 @@ def test_every_flipped_bit_is_found(whole: Path) -> None:
     with Delta(whole) as delta:
         delta.verify()
         assert (delta.parent, delta.data_bytes) == ("base", 2 * BLOCK)
+
+
+def test_its_parent_is_read_without_its_runs(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("a run was made")
+
+    monkeypatch.setattr("sandyard.runtimes.deltas.format.Run", refused)
+    content = whole.read_bytes()
+    assert parent_name(whole) == "base"
+    for at in range(2 * BLOCK, len(content), 11):  # the index, and the footer
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << (at % 8)
+        whole.write_bytes(damaged)
+        with pytest.raises(DeltaDamaged):
+            parent_name(whole)
+
+
+def test_the_parent_of_a_layer_is_read_without_its_runs(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandyard.runtimes.deltas.format.Run", None)
+    whole.rename(whole.with_name("layer.delta"))
+    assert parent_of(whole.with_name("layer")) == whole.with_name("base")
 
 
 @pytest.mark.parametrize("length", [0, 1, 159, 160, 161, 4096, 8192, -1])

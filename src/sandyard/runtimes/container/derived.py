@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sandyard.errors import SandboxError
-from sandyard.runtimes.deltas import Chain, Delta, materialise
-from sandyard.runtimes.deltas.format import PARTIAL
+from sandyard.runtimes.deltas import Chain, materialise
+from sandyard.runtimes.deltas.format import PARTIAL, parent_name
 from sandyard.runtimes.durable import sync
 
 MAX_DEPTH = 8
@@ -27,6 +27,7 @@ MAX_DEPTH = 8
 SUFFIX = ".delta"
 MERGED = ".merged"
 _MADE = ".made"
+_RESERVE = 128 << 20  # bytes that stay free: an image can be made again, and what others write cannot
 _KEPT_SECONDS = 600.0
 _MARK = "user.sandyard.boot"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -45,8 +46,7 @@ def delta_of(layer: Path) -> Path:
 def parent_of(layer: Path) -> Path | None:
     """The layer that this one needs; None for a whole image. Raises `SandboxError` for a damaged delta."""
     try:
-        with Delta(delta_of(layer)) as delta:
-            return layer.with_name(delta.parent)
+        return layer.with_name(parent_name(delta_of(layer)))
     except FileNotFoundError:
         return None
 
@@ -98,7 +98,7 @@ def make(layer: Path, *, durable: bool = False) -> None:
         for look in range(_LOOKS):
             try:
                 root, above = ancestry(layer)
-                materialise(root, [delta_of(each) for each in above], made)
+                materialise(root, [delta_of(each) for each in above], made, reserve=_RESERVE)
                 break
             except (FileNotFoundError, LayerGone) as error:
                 if look == _LOOKS - 1:

@@ -122,14 +122,14 @@ class Chain:
                 raise DeltaDamaged(f"{delta.path} is not of this image: its size or its blocks are others")
 
 
-def materialise(base: Path, deltas: Sequence[Path], target: Path) -> None:
+def materialise(base: Path, deltas: Sequence[Path], target: Path, *, reserve: int = 0) -> None:
     """Write the image that a chain stands for as the new file `target`. Atomic, and readable by its owner only.
 
-    Raises `DeltaDamaged`, and `OSError`."""
+    Raises `DeltaDamaged`, `OSError`, and `SandboxError` where less than `reserve` bytes would stay free."""
     partial = target.with_name(target.name + PARTIAL)
     try:
         with Chain(base, deltas) as chain:
-            copy(base, partial, 0o600)
+            copy(base, partial, 0o600, reserve=reserve)
             with open(partial, "r+b", buffering=0) as file:
                 for piece in chain.pieces:
                     _apply(piece, file.fileno(), chain.size)

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from sandyard.errors import SandboxError
+
 _FICLONE = 0x40049409
 _CHUNK = 8 << 20
 
@@ -27,15 +29,26 @@ def extents(descriptor: int) -> Iterator[tuple[int, int]]:
         at = hole
 
 
-def copy(source: Path, target: Path, mode: int = 0o400) -> None:
-    """A new file: a clone where the file system has them, else a copy of what is not a hole. Raises `OSError`."""
+def copy(source: Path, target: Path, mode: int = 0o400, *, reserve: int = 0) -> None:
+    """A new file: a clone where the file system has them, else a copy of what is not a hole. Raises `OSError`, and
+    `SandboxError` where less than `reserve` bytes would stay free for others."""
     with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
         os.fchmod(writer.fileno(), mode)
         try:
             fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
             return
         except OSError:  # this file system has no clones, or not between these two
+            _check_room(source, os.fstat(reader.fileno()).st_blocks * 512, writer.fileno(), reserve)
             _copy_data(reader.fileno(), writer.fileno())
+
+
+def _check_room(source: Path, needed: int, target: int, reserve: int) -> None:
+    found = os.fstatvfs(target)
+    if reserve and found.f_bavail * found.f_frsize < needed + reserve:
+        raise SandboxError(
+            f"no room for a copy of {source}, {needed >> 20} MiB, with {reserve >> 20} MiB left for others",
+            remedy="free disk space on the host",
+        )
 
 
 def _copy_data(reader: int, writer: int) -> None:

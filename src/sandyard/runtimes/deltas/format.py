@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.durable import sync
@@ -101,6 +101,14 @@ class Delta:
             self.read(run)
 
 
+def parent_name(path: Path) -> str:
+    """Whose difference the delta `path` is, of a delta whose index is whole: quick, however many runs it has.
+
+    Raises `DeltaDamaged`, and `OSError` where it cannot be read."""
+    with FileIO(path) as file:
+        return _read_checked(file, path).parent
+
+
 def write_delta(path: Path, blocks: Iterable[Block], *, block_size: int, size: int, parent: str, durable: bool) -> int:
     """Write the new file `path` of `blocks`, in ascending order, of an image of `size` bytes; returns its bytes on
     the host's disk. `parent` names what the other blocks are those of. Atomic: on failure nothing is left.
@@ -162,7 +170,17 @@ def _write_runs(file: IO[bytes], runs: Iterable[tuple[int, bytearray]], block_si
         yield _ENTRY.pack(first, len(data) // block_size, is_zero, offset, digest)
 
 
-def _read_index(file: FileIO, path: Path) -> tuple[int, int, str, Sequence[Run], bytes]:
+class _Index(NamedTuple):
+    """What the footer says, and the entries of the index."""
+
+    block_size: int
+    size: int
+    parent: str
+    entries: bytes
+    digest: bytes
+
+
+def _read_checked(file: FileIO, path: Path) -> _Index:
     end = os.fstat(file.fileno()).st_size
     footer = os.pread(file.fileno(), _FOOTER.size, max(0, end - _FOOTER.size))
     if len(footer) != _FOOTER.size or not footer.startswith(_MAGIC):
@@ -173,11 +191,16 @@ def _read_index(file: FileIO, path: Path) -> tuple[int, int, str, Sequence[Run],
     index = os.pread(file.fileno(), count * _ENTRY.size, at)
     if _digest(index + footer[:-_DIGEST]) != digest:
         raise DeltaDamaged(f"{path}: its index is not what was written")
+    return _Index(block_size, size, parent.rstrip(b"\0").decode(), index, digest)
+
+
+def _read_index(file: FileIO, path: Path) -> tuple[int, int, str, Sequence[Run], bytes]:
+    found = _read_checked(file, path)
     runs = [
         Run(first, blocks, None if zero else offset, digest)
-        for first, blocks, zero, offset, digest in _ENTRY.iter_unpack(index)
+        for first, blocks, zero, offset, digest in _ENTRY.iter_unpack(found.entries)
     ]
-    return block_size, size, parent.rstrip(b"\0").decode(), runs, digest
+    return found.block_size, found.size, found.parent, runs, found.digest
 
 
 def _digest(data: bytes | bytearray) -> bytes:
