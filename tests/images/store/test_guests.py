@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def layer(tmp_path: Path) -> Path:
     ram.write_bytes(os.urandom(1 << 20) + bytes(3 << 20))
     state.write_bytes(b"devices")
     made = Manifest(FIT, "box", 0, digests.digest_file(state), digests.digest_ram(ram), [])
-    image.save(path, made, durable=False)
+    digests.seal(path, made, durable=False)
     return path
 
 
@@ -50,6 +51,12 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def as_before(layer: Path) -> Path:
+    """With a manifest that does not cover the disk."""
+    image.save(layer, replace(image.load(layer), disk=""), durable=False)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
@@ -58,7 +65,9 @@ def flip(path: Path, at: int) -> None:
         (lambda layer: flip(image.part(layer, "memory"), 90), "memory is not what was written"),
         (lambda layer: os.truncate(image.part(layer, "ram"), 1 << 20), "bytes"),
         (lambda layer: image.part(layer, "ram").unlink(), "is gone"),
-        (lambda layer: os.truncate(layer, 200_000), "qemu-img check"),
+        (lambda layer: flip(layer, layer.stat().st_size // 2), "the disk that its memory goes with"),
+        (lambda layer: os.truncate(layer, 200_000), "the disk that its memory goes with"),
+        (lambda layer: os.truncate(as_before(layer), 200_000), "qemu-img check"),
     ],
 )
 def test_one_that_is_not(harm: Callable[[Path], None], words: str, layer: Path) -> None:

@@ -217,8 +217,7 @@ async def test_what_is_damaged_is_refused(
 ) -> None:
     instance, _ = await made(runtime, base, "whole")
     await instance.commit(layers / "one", memory=True, durable=False)
-    for what in ("state", "ram", "pages0", "memory"):
-        path = part(layers / "one", what)
+    for path in (layers / "one", *(part(layers / "one", what) for what in ("state", "ram", "pages0", "memory"))):
         kept = layers / "kept"
         shutil.copyfile(path, kept)
         path.unlink()  # its other names stay as they are
@@ -231,8 +230,9 @@ async def test_what_is_damaged_is_refused(
         path.unlink()
         with pytest.raises(CreateFailed) as caught:
             await runtime.create(spec_of(base, layers / "one", "broken"))
-        assert caught.value.stage == "snapshot"
+        assert caught.value.stage == ("rootfs" if path == layers / "one" else "snapshot")
         kept.rename(path)
+        path.chmod(0o444)
     assert await runtime.list() == ["whole"]
     async with copied(runtime, base, layers / "one", "mended") as copy:
         assert await copy.output("hostname") == "mended"

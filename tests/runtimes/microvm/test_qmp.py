@@ -13,6 +13,7 @@ import pytest
 from sandyard.runtimes.microvm.qmp import LINE_MAX, Qmp, QmpError
 
 GREETING = b'{"QMP": {"version": {}, "capabilities": []}}\n'
+DEEP = b"[" * (LINE_MAX // 2) + b"\n"
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -66,7 +67,9 @@ async def test_nobody_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"{}\n", b"hello\n", b"[1]\n", b"", b"x" * (LINE_MAX + 2)], ids=["empty", "text", "list", "eof", "long"]
+    "said",
+    [b"{}\n", b"hello\n", b"[1]\n", b"", b"x" * (LINE_MAX + 2), DEEP],
+    ids=["empty", "text", "list", "eof", "long", "deep"],
 )
 async def test_a_greeting_that_is_not_qemu(tmp_path: Path, said: bytes) -> None:
     async def peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -103,4 +106,21 @@ async def test_a_peer_that_dies_fails_what_waits(tmp_path: Path) -> None:
         client = await Qmp.connect(tmp_path / "q", 5)
         with pytest.raises(QmpError, match="closed its control connection"):
             await client.execute("query")
+        await client.close()
+
+
+async def test_an_answer_of_no_depth_that_can_be_read_is_the_end(tmp_path: Path) -> None:
+    async def deep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(GREETING)
+        await reader.readline()
+        writer.write(b'{"return": {}, "id": 1}\n')
+        await reader.readline()
+        writer.write(DEEP)
+        await reader.read()
+
+    async with served(tmp_path / "q", deep):
+        client = await Qmp.connect(tmp_path / "q", 5)
+        for _ in range(2):  # what waits is told, and what comes later
+            with pytest.raises(QmpError, match="not its protocol"):
+                await client.execute("query")
         await client.close()

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from sandyard.runtimes.microvm.host import in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
+from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.record import load_halted, load_running
 
 if TYPE_CHECKING:
@@ -42,10 +44,17 @@ class BringUp:
         """Boot a sandbox, on the disk it had if it is `used`. `tap`: with an interface, whether it has a network or
         not. Raises `CreateFailed`; what was made then is left."""
         try:
-            pid = await in_thread(lambda: self._host.starter.start(choice, spec, used=used, tap=tap))
+            pid = await in_thread(lambda: self._start(choice, spec, used, tap))
         except OSError as error:
             raise CreateFailed("files", str(error)) from error
         return await self._come_up(self.hold(spec, pid), choice)
+
+    def _start(self, choice: Choice, spec: SandboxSpec, used: bool, tap: bool) -> int:
+        layout = self._host.layout
+        pid = self._host.starter.start(choice, spec, used=used, tap=tap)
+        fit = fit_of(self._host, choice, spec, layout.block(spec.sandbox_id))
+        save_fit(layout.home(spec.sandbox_id), replace(fit, network=tap or fit.network))
+        return pid
 
     async def start_probe(self, choice: Choice, sandbox_id: str) -> None:
         """Boot a guest that mounts nothing and answers. Raises `CreateFailed`; what was made is left."""
@@ -68,7 +77,7 @@ class BringUp:
         try:
             state = await instance.open_control(layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
             instance.paused = state == "paused"
-            if not instance.paused:
+            if not instance.paused and not instance.stall.lasts:  # its agent cannot answer before that is over
                 await self.relink(instance, choice)
                 await instance.agent.freeze(False)  # its server may have ended while it held all still
         except BaseException:
@@ -108,7 +117,7 @@ class BringUp:
             await self.control(instance)
             # One connection, however long the boot takes: a second would queue a second greeting to the agent.
             await self._answer(instance, lambda: open_agent(path, limit, call_timeout=patience))
-            await instance.agent.identify(time_ns=time.time_ns(), seed=secrets.token_bytes(32))
+            await identify(instance, secrets.token_bytes(64))
         except AgentLinkError as error:
             raise CreateFailed("agent", error.message) from error
         return instance
@@ -133,6 +142,15 @@ class BringUp:
         finally:
             linking.cancel()
             death.cancel()
+
+
+async def identify(instance: MicroVMInstance, seed: bytes) -> None:
+    """Give a guest the host's time, and `seed` to its kernel's random numbers. Raises `CreateFailed("identity")` where
+    it did not take one of them, `AgentLinkError`, `GuestError`."""
+    await instance.agent.identify(time_ns=time.time_ns(), seed=seed)
+    errors = [f"{part}: {error}" for part, error in instance.agent.identify_errors.items() if part != "hostname"]
+    if errors:
+        raise CreateFailed("identity", f"sandbox {instance.spec.sandbox_id} did not take what is its own ({errors[0]})")
 
 
 async def _reach(path: Path, timeout: float) -> LinkAgent:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from ipaddress import IPv4Network
+from pathlib import Path
 
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.launch import etc_files
 
-_MAX = (1 << 20) - 4096
+DISK_MAX = 1 << 20
+_MAX = DISK_MAX - 4096
 _ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
 PROBE = b"P\0\0".ljust(4096, b"\0")
 """Boot, answer, mount nothing."""
@@ -23,6 +26,12 @@ def configuration(spec: SandboxSpec, layers: int, subnet: IPv4Network, *, used: 
     if len(content) > _MAX:
         raise ValueError(f"its environment takes {len(content)} bytes, where {_MAX} are the most")
     return content.ljust(-(-len(content) // 4096) * 4096, b"\0")
+
+
+def bytes_of(path: Path) -> int:
+    """Of the disk with a guest's configuration, as far as it can be one: a VMM may put anything in its place. Raises
+    `OSError`."""
+    return min(os.lstat(path).st_size, DISK_MAX)
 
 
 def settings_of(spec: SandboxSpec, subnet: IPv4Network) -> list[str]:

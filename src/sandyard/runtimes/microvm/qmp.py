@@ -103,7 +103,7 @@ class Qmp:
             message = json.loads(line)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise QmpError("QEMU closed its control connection") from error
-        except (asyncio.LimitOverrunError, ValueError) as error:
+        except (asyncio.LimitOverrunError, ValueError, RecursionError) as error:
             raise QmpError(f"QEMU sent what is not its protocol: {error}") from error
         if not isinstance(message, dict):
             raise QmpError("QEMU sent what is not its protocol: no object")

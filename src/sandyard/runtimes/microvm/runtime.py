@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from sandyard.errors import CreateFailed, HostError, SandboxError, SandyardError
 from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
 from sandyard.runtimes.container.runtime import finish
 from sandyard.runtimes.microvm import commits
-from sandyard.runtimes.microvm.bringup import BringUp
+from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import ID, Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
@@ -24,6 +23,7 @@ from sandyard.runtimes.microvm.memory import suspended
 from sandyard.runtimes.microvm.memory.keeping import Keeping
 from sandyard.runtimes.microvm.probing import choose
 from sandyard.runtimes.microvm.record import forget_halted, load_halted, save_halted
+from sandyard.runtimes.microvm.stall import STALLED
 from sandyard.runtimes.microvm.starting import split_layers
 
 _PACE: dict[Accel, float] = {"kvm": 1.0, "tcg": 15.0}
@@ -98,7 +98,7 @@ class MicroVMRuntime(Runtime):
                 choice = await self.choose()
                 if known is None:
                     return await self._bring_up.find(choice, sandbox_id)
-                if not known.paused:
+                if not known.paused and not known.stall.lasts:
                     await self._bring_up.relink(known, choice)
                 return known
             except (SandboxError, HostError):
@@ -109,11 +109,11 @@ class MicroVMRuntime(Runtime):
         async with self._lock(instance.spec.sandbox_id):
             if instance.paused:
                 return
-            await instance.agent.freeze(True, processes=True)
             try:
-                await instance.control.execute("stop")
+                await instance.stand_still()
             except BaseException:
-                await finish(instance.agent.freeze(False))
+                with suppress(SandyardError):  # what it failed with says more
+                    await finish(instance.go_on())
                 raise
             instance.paused = True
 
@@ -124,11 +124,27 @@ class MicroVMRuntime(Runtime):
                 return
             await instance.control.execute("cont")
             instance.paused = False
-            if not instance.linked:
+            if instance.linked:
+                instance.agent.go_on()
+            else:
                 await self._bring_up.relink(instance, await self.choose())
-            await instance.agent.identify(time_ns=time.time_ns())
-            with suppress(SandyardError):  # its keeper was quicker
+            await identify(instance, b"")
+            await instance.agent.freeze(False)
+
+    async def try_again(self, instance: MicroVMInstance) -> bool:
+        """Of a guest that the host's full disk stopped: let it try again to write; whether it stood still. Raises
+        `SandboxError`, `GuestError`."""
+        async with self._lock(instance.spec.sandbox_id):
+            if instance.paused:
+                return False
+            status = await instance.control.execute("query-status")
+            if status.get("status") == STALLED:
+                await instance.control.execute("cont")
+                return True
+            if not instance.linked or instance.agent.closed:
+                await self._bring_up.relink(instance, await self.choose())
                 await instance.agent.freeze(False)
+            return False
 
     async def commit(
         self, instance: MicroVMInstance, target: Path, *, durable: bool, parent: Path | None, memory: bool
@@ -136,7 +152,7 @@ class MicroVMRuntime(Runtime):
         """`Instance.commit`."""
         async with self._lock(instance.spec.sandbox_id):
             if memory:
-                return await self._keeping.commit(await self.choose(), instance, target, parent, durable=durable)
+                return await self._keeping.commit(instance, target, parent, durable=durable)
             return await commits.commit(self.host, instance, target, durable=durable)
 
     async def halt(self, sandbox_id: str) -> None:
@@ -194,7 +210,7 @@ class MicroVMRuntime(Runtime):
             instance = self.host.instances.get(sandbox_id)
             if instance is None:
                 raise SandboxError(f"sandbox {sandbox_id} cannot be suspended: it does not live")
-            await self._suspending.suspend(await self.choose(), instance)
+            await self._suspending.suspend(instance)
 
     async def suspended(self) -> Sequence[str]:
         return await asyncio.to_thread(suspended.ids, self.host.layout)
@@ -223,6 +239,9 @@ class MicroVMRuntime(Runtime):
     async def destroy(self, sandbox_id: str) -> None:
         if not ID.fullmatch(sandbox_id):
             return  # nothing of ours has such a name
+        instance = self.host.instances.get(sandbox_id)
+        if instance is not None:
+            instance.kill()  # whoever has the lock may wait for a guest that does not answer
         async with self._lock(sandbox_id):
             await finish(self.host.remove(sandbox_id))
 

@@ -21,13 +21,14 @@ from sandyard.guest.shell import BASH
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.container.runtime import finish
-from sandyard.runtimes.microvm import commits
+from sandyard.runtimes.microvm import commits, conf
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.capture import Capture
+from sandyard.runtimes.microvm.memory.checking import seal
 from sandyard.runtimes.microvm.memory.fitting import block_of, fit_of
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.restore import Restorer
@@ -96,14 +97,15 @@ class Bases:
             await instance.agent.freeze(True, processes=True)
             await instance.control.execute("stop")
             await capture.take()
-            conf_bytes = (self._host.layout.disk(spec.sandbox_id) / "conf.img").stat().st_size
+            conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
             manifest = await in_thread(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
             await self._host.end(spec.sandbox_id)
             await commits.commit_halted(self._host, spec, name)
-            await in_thread(self._restorer.trust, name, manifest)
+            sealed = await in_thread(lambda: seal(name, manifest, durable=True))
+            await in_thread(self._restorer.trust, name, sealed)
         except SandboxError as error:
             raise CreateFailed("base", error.message) from error
-        return manifest
+        return sealed
 
     def _prune(self, newest: Path) -> None:
         """Remove what no sandbox and no snapshot shares memory with, but for those used last."""

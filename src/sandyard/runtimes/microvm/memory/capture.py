@@ -12,13 +12,12 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas import Chain, Delta, merged, write_delta
 from sandyard.runtimes.deltas.format import Block
 from sandyard.runtimes.durable import sync
-from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import STATE_MAX, digest_file, digest_ram
-from sandyard.runtimes.microvm.memory.fitting import fit_of
+from sandyard.runtimes.microvm.memory.fitting import load_fit
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.pages import (
     PAGE,
@@ -50,10 +49,9 @@ class Capture:
         self._spans: Sequence[Span] = ()
 
     @classmethod
-    async def prepare(cls, host: Host, choice: Choice, instance: MicroVMInstance, name: Path) -> Capture:
-        """Raises `SandboxError`."""
-        spec, layout = instance.spec, host.layout
-        fit = await in_thread(lambda: fit_of(host, choice, spec, layout.block(spec.sandbox_id)))
+    async def prepare(cls, host: Host, instance: MicroVMInstance, name: Path) -> Capture:
+        """Of one whose VMM was started by this server or another. Raises `SandboxError`."""
+        fit = await in_thread(load_fit, host.layout.home(instance.spec.sandbox_id))
         return cls(host, instance, name, fit)
 
     async def take(self) -> None:
@@ -68,7 +66,8 @@ class Capture:
             (own / scratch).unlink(missing_ok=True)
 
     def write(self, hostname: str, conf_bytes: int, parent: Path | None, *, durable: bool) -> Manifest:
-        """Blocking. Whether the guest runs does not matter. Raises `SandboxError`, `OSError`."""
+        """All but the manifest, which is left to be saved. Blocking. Whether the guest runs does not matter. Raises
+        `SandboxError`, `OSError`."""
         name = self._name
         state = digest_file(part(name, "state"))
         if self._below is None:
@@ -81,9 +80,8 @@ class Capture:
         os.link(self._host.layout.block(self._instance.spec.sandbox_id), part(name, "base"))
         part(name, "draft").unlink(missing_ok=True)
         if durable:
-            sync(part(name, "state"))
-            sync(part(name, "ram"))
-        image.save(name, manifest, durable=durable)
+            for path in image.parts_of(name, manifest):  # a fork leaves what others get a share of unsynced
+                sync(path)
         return manifest
 
     def _copy(self, state: Path) -> None:

@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from sandyard.runtimes.deltas import Delta, DeltaDamaged
 from sandyard.runtimes.deltas.extents import extents
+from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, pages_of, part
 
 _CHUNK = 1 << 20
@@ -37,6 +39,20 @@ def digest_ram(path: Path) -> dict[str, str]:
             data = os.pread(file.fileno(), _CHUNK, number * _CHUNK)
             found[str(number)] = hashlib.blake2b(data, digest_size=16).hexdigest()
         return found
+
+
+def digest_disk(path: Path) -> str:
+    """Raises `OSError`."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def seal(name: Path, manifest: Manifest, *, durable: bool) -> Manifest:
+    """Save the manifest of an image of which all is there, with the digest of its layer too. Blocking. Raises
+    `OSError`."""
+    sealed = replace(manifest, disk=digest_disk(name))
+    image.save(name, sealed, durable=durable)
+    return sealed
 
 
 class Checker:
@@ -82,11 +98,18 @@ def _files(name: Path, manifest: Manifest) -> Iterator[tuple[Path, str, Callable
     yield part(name, "ram"), ram, partial(_check_ram, manifest=manifest)
     for path, digest in zip(pages_of(name, manifest), manifest.pages, strict=True):
         yield path, digest, partial(_check_pages, digest=digest, size=manifest.ram_bytes)
+    if manifest.disk:
+        yield name, manifest.disk, partial(_check_disk, digest=manifest.disk)
 
 
 def _check_state(path: Path, digest: str) -> None:
     if digest_file(path) != digest:
         raise Unfit(f"{path} is not what was written")
+
+
+def _check_disk(path: Path, digest: str) -> None:
+    if digest_disk(path) != digest:
+        raise Unfit(f"{path}, the disk that its memory goes with, is not what was written")
 
 
 def _check_ram(path: Path, manifest: Manifest) -> None:

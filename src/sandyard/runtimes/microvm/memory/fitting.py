@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 
+from sandyard.errors import SandboxError
 from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.container.layout import read_json, write_json
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.images import image_of
@@ -14,10 +17,12 @@ from sandyard.runtimes.microvm.memory.image import Fit
 from sandyard.runtimes.microvm.starting import split_layers, vcpus
 
 _UUID_AT = 1024 + 0x68  # in an ext4 file system
+_FIT = "fit.json"
 
 
 def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
-    """Of a sandbox of `spec` on the block image `block`. Blocking. Raises `CreateFailed`, `OSError`."""
+    """Of a sandbox of `spec` on the block image `block`, if it is started now. Blocking. Raises `CreateFailed`,
+    `OSError`."""
     _, files = split_layers(spec.rootfs.layers)
     return Fit(
         accel=choice.accel,
@@ -32,6 +37,23 @@ def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
         image=_identity(block),
         layers=[layer.name for layer in files],
     )
+
+
+def save_fit(home: Path, fit: Fit) -> None:
+    """Of the VMM that was started in `home`: what is here may be another QEMU or kernel when its memory is taken.
+    Blocking. Raises `OSError`."""
+    write_json(home / _FIT, asdict(fit))
+
+
+def load_fit(home: Path) -> Fit:
+    """Blocking. Raises `SandboxError` where it cannot be known."""
+    record = read_json(home / _FIT)
+    try:
+        return Fit(**record or {})
+    except TypeError as error:  # of another version of Sandyard, some of which kept none
+        remedy = "commit its files without memory, or destroy it"
+        message = f"it is not known what sandbox {home.name} was made on: its memory cannot be taken"
+        raise SandboxError(message, remedy=remedy) from error
 
 
 def block_of(host: Host, spec: SandboxSpec) -> Path:

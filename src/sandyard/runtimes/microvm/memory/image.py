@@ -2,9 +2,9 @@
 
 It belongs to a layer (or whatever has its name) and lies beside it: `NAME.ram` is the RAM of the guest that booted,
 `NAME.pages0` and so on what was changed above it, the lowest first, `NAME.state` the devices, `NAME.base` the block
-image of the template, `NAME.memory` the manifest, written last. RAM, pages and block image are shared with the image
-that this one was made above, as further names of the same files: so images do not need each other, nor a template
-that is as it was, and copies of both share the host's cache.
+image of the template, `NAME.memory` the manifest, written last, also after the layer itself. RAM, pages and block
+image are shared with the image that this one was made above, as further names of the same files: so images do not
+need each other, nor a template that is as it was, and copies of both share the host's cache.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.durable import sync
 
 FORMAT = 1
+_WHATS = ("ram", "base", "state")
 _WORDS = {
     "accel": "accelerator",
     "machine": "machine type",
@@ -67,7 +68,8 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`ram`: digests of its chunks of 1 MiB that have data, by number; `pages`: those of the deltas' footers."""
+    """`ram`: digests of its chunks of 1 MiB that have data, by number; `pages`: those of the deltas' footers; `disk`:
+    that of the layer; empty for a suspended sandbox, whose disk is its own, and in older manifests."""
 
     fit: Fit
     hostname: str
@@ -75,6 +77,7 @@ class Manifest:
     state: str
     ram: Mapping[str, str]
     pages: Sequence[str]
+    disk: str = ""
 
     @property
     def ram_bytes(self) -> int:
@@ -91,6 +94,11 @@ def part(name: Path, what: str) -> Path:
 
 def pages_of(name: Path, manifest: Manifest) -> Sequence[Path]:
     return [part(name, f"pages{number}") for number in range(len(manifest.pages))]
+
+
+def parts_of(name: Path, manifest: Manifest) -> Sequence[Path]:
+    """All that lies beside the layer, but for the manifest."""
+    return [*(part(name, what) for what in _WHATS), *pages_of(name, manifest)]
 
 
 def exists(name: Path) -> bool:
@@ -128,7 +136,7 @@ def load(name: Path) -> Manifest:
     return Manifest(**{**record, "fit": Fit(**record["fit"])})
 
 
-def link(source: Path, manifest: Manifest, target: Path, *, whats: Sequence[str] = ("ram", "base", "state")) -> None:
+def link(source: Path, manifest: Manifest, target: Path, *, whats: Sequence[str] = _WHATS) -> None:
     """Give the pages of `source`, and `whats`, the names of `target` too; its manifest is left to be saved.
     Raises `OSError`."""
     for what in (*whats, *(f"pages{number}" for number in range(len(manifest.pages)))):
@@ -149,12 +157,14 @@ def check_new(name: Path) -> None:
 
 
 def remove_half(name: Path) -> None:
-    """`remove`, unless there is the layer: that comes last."""
-    if not name.exists():
+    """`remove`, and the layer too, unless there is the manifest: that comes last."""
+    if not exists(name):
         remove(name)
+        name.unlink(missing_ok=True)
 
 
-def taken(name: Path) -> int:
-    """Bytes on the host's disk that no other image shares."""
+def taken(name: Path, names: int = 1) -> int:
+    """Bytes on the host's disk beside the layer, of files that have no more than `names` names: no other image
+    shares those, where so many are this one's and its source's that is not counted itself."""
     stats = [path.stat() for path in name.parent.glob(f"{name.name}.*")]
-    return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink == 1)
+    return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink <= names)

@@ -7,7 +7,7 @@ from pathlib import Path
 from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.runtime import finish
-from sandyard.runtimes.microvm import commits
+from sandyard.runtimes.microvm import commits, conf
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
@@ -15,6 +15,7 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
+from sandyard.runtimes.microvm.memory.checking import seal
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
 from sandyard.runtimes.microvm.memory.suspending import Suspending
 from sandyard.runtimes.microvm.starting import split_layers
@@ -47,21 +48,20 @@ class Keeping:
         manifest = await self._restorer.fitting(choice, below, layer)
         return await self._restorer.copy(choice, below, layer, manifest)
 
-    async def commit(
-        self, choice: Choice, instance: MicroVMInstance, target: Path, parent: Path | None, *, durable: bool
-    ) -> int:
+    async def commit(self, instance: MicroVMInstance, target: Path, parent: Path | None, *, durable: bool) -> int:
         """`Instance.commit` with memory."""
         spec = instance.spec
         commits.check_depth(spec)
         await in_thread(image.check_new, target)
-        capture = await Capture.prepare(self._host, choice, instance, target)
+        capture = await Capture.prepare(self._host, instance, target)
         swap = await commits.Swap.prepare(self._host, instance)
         try:
             await finish(self._take(instance, capture, swap))
-            conf_bytes = (self._host.layout.disk(spec.sandbox_id) / "conf.img").stat().st_size
+            conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
             manifest = await in_thread(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
-            await in_thread(self._restorer.trust, target, manifest)
             size = await commits.flatten(self._host, spec, swap.number, target, durable)
+            sealed = await in_thread(lambda: seal(target, manifest, durable=durable))
+            await in_thread(self._restorer.trust, target, sealed)
             await commits.shorten(self._host, instance)
             return size + await in_thread(image.taken, target)
         except OSError as error:
@@ -72,15 +72,14 @@ class Keeping:
     async def _take(self, instance: MicroVMInstance, capture: Capture, swap: commits.Swap) -> None:
         """Memory, devices and disk of one instant; then it goes on, if it ran."""
         try:
-            if not instance.paused:
-                await instance.agent.freeze(True, processes=True)
-                await instance.control.execute("stop")
-            await capture.take()
+            try:
+                if not instance.paused:
+                    await instance.stand_still()
+                await capture.take()
+            except BaseException:
+                swap.drop()
+                raise
             await swap.do()
-        except BaseException:
-            swap.drop()
-            raise
         finally:
             if not instance.paused:
-                await instance.control.execute("cont")
-                await instance.agent.freeze(False)
+                await instance.go_on()

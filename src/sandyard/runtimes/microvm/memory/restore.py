@@ -17,13 +17,13 @@ from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.chain import Piece, overlay
 from sandyard.runtimes.microvm import conf, disk
-from sandyard.runtimes.microvm.bringup import BringUp
+from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import Checker
-from sandyard.runtimes.microvm.memory.fitting import fit_of
+from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
 from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
@@ -93,7 +93,7 @@ class Restorer:
                 raise CreateFailed("restore", f"{error}: {self._host.said(spec.sandbox_id)}") from error
         await self._bring_up.relink(instance, choice)
         try:
-            await instance.agent.identify(time_ns=time.time_ns(), seed=secrets.token_bytes(64))
+            await identify(instance, secrets.token_bytes(64))
             await instance.agent.freeze(False, processes=True)
         except (AgentLinkError, GuestError) as error:
             raise CreateFailed("agent", error.message) from error
@@ -115,7 +115,7 @@ class Restorer:
             memory.mkdir(mode=0o700)
             image.link(layer, manifest, memory / "0")
             os.link(part(layer, "base"), layout.block(spec.sandbox_id))
-            image.save(memory / "0", manifest, durable=False)
+            image.save(memory / "0", replace(manifest, disk=""), durable=False)
             os.link(layer, own / disk.image(0))
             empty = disk.blank(layout.images, manifest.fit.disk_mb)
             os.link(empty, own / disk.BLANK)
@@ -127,7 +127,9 @@ class Restorer:
         self, sandbox_id: str, pid: int, manifest: Manifest, pages: Sequence[Path], descriptors: Sequence[int]
     ) -> None:
         region = find_region(pid, manifest.ram_bytes)
-        save_region(self._host.layout.home(sandbox_id), region.start)
+        home = self._host.layout.home(sandbox_id)
+        save_region(home, region.start)
+        save_fit(home, manifest.fit)
         _fill(region, pages, descriptors)
 
     async def _load(self, instance: MicroVMInstance, state: int) -> None:

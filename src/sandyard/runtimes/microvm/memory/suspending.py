@@ -12,12 +12,15 @@ from sandyard.errors import CreateFailed, GuestError, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.container.runtime import finish
-from sandyard.runtimes.microvm import commits, disk
+from sandyard.runtimes.durable import sync
+from sandyard.runtimes.microvm import commits, conf, disk
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host, in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.capture import Capture
+from sandyard.runtimes.microvm.memory.checking import seal
+from sandyard.runtimes.microvm.memory.image import Manifest
 from sandyard.runtimes.microvm.memory.restore import Restorer
 from sandyard.runtimes.microvm.memory.suspended import Suspended
 
@@ -31,35 +34,34 @@ class Suspending:
         self._host = host
         self._restorer = restorer
 
-    async def suspend(self, choice: Choice, instance: MicroVMInstance) -> None:
+    async def suspend(self, instance: MicroVMInstance) -> None:
         """`Runtime.suspend` of one that runs, or stands still."""
         spec, layout = instance.spec, self._host.layout
         name = await in_thread(suspended.next_image, layout, spec.sandbox_id)
         record = Suspended(spec, name, disk.top(layout.disk(spec.sandbox_id)))
-        await finish(self._suspend(choice, instance, record))
+        await finish(self._suspend(instance, record))
         await finish(self._host.end(spec.sandbox_id))
         await in_thread(suspended.tidy, layout, record)
         await finish(self._shorten(record))
 
-    async def _suspend(self, choice: Choice, instance: MicroVMInstance, record: Suspended) -> None:
+    async def _suspend(self, instance: MicroVMInstance, record: Suspended) -> None:
         layout, ran = self._host.layout, not instance.paused
         name = layout.memory(record.spec.sandbox_id) / record.image
-        capture = await Capture.prepare(self._host, choice, instance, name)
+        capture = await Capture.prepare(self._host, instance, name)
         try:
             if ran:
-                await instance.agent.freeze(True, processes=True)
-                await instance.control.execute("stop")
+                await instance.stand_still()
             await capture.take()
-            conf_bytes = (layout.disk(record.spec.sandbox_id) / "conf.img").stat().st_size
+            conf_bytes = conf.bytes_of(layout.disk(record.spec.sandbox_id) / "conf.img")
             manifest = await in_thread(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
+            await in_thread(lambda: image.save(name, manifest, durable=True))
             await in_thread(self._restorer.trust, name, manifest)
             await in_thread(suspended.save, layout, record)
         except BaseException as error:
             await in_thread(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
             await in_thread(image.remove, name)
             if ran:
-                await instance.control.execute("cont")
-                await instance.agent.freeze(False)
+                await instance.go_on()
             if isinstance(error, OSError):
                 raise SandboxError(f"sandbox {record.spec.sandbox_id} could not be suspended: {error}") from error
             raise
@@ -93,6 +95,7 @@ class Suspending:
             instance = await self._restorer.start(choice, spec, name, manifest)
             await instance.agent.freeze(False)
             await in_thread(suspended.forget, layout, sandbox_id)
+            await self._settle(sandbox_id)
             return instance
         except (SandboxError, GuestError, OSError) as error:
             await finish(self._host.end(sandbox_id))
@@ -104,6 +107,13 @@ class Suspending:
             await finish(self._host.end(sandbox_id))
             raise
 
+    async def _settle(self, sandbox_id: str) -> None:
+        """That it runs again is to be known also after the host broke down: it is not to be woken a second time."""
+        try:
+            await in_thread(sync, self._host.layout.memory(sandbox_id))
+        except OSError as error:  # it runs all the same, and has nothing else to go on from any more
+            log.warning("that a sandbox was woken is not on the disk yet", sandbox=sandbox_id, error=str(error))
+
     def get(self, sandbox_id: str) -> Suspended | None:
         return suspended.load(self._host.layout, sandbox_id)
 
@@ -111,16 +121,18 @@ class Suspending:
         """`Runtime.commit_halted` with memory. Raises `SandboxError`."""
         name = self._host.layout.memory(record.spec.sandbox_id) / record.image
 
-        def share() -> None:
+        def share() -> Manifest:
             manifest = image.load(name)
             image.link(name, manifest, target)
-            image.save(target, manifest, durable=True)
+            return manifest
 
         await in_thread(image.check_new, target)
         try:
-            await in_thread(share)
+            manifest = await in_thread(share)
             size = await commits.commit_halted(self._host, record.spec, target, number=record.disk)
-            return size + await in_thread(image.taken, target)
+            await in_thread(lambda: seal(target, manifest, durable=True))
+            # What it alone shares with the sandbox stays when that goes on.
+            return size + await in_thread(image.taken, target, 2)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:
