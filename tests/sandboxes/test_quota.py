@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +15,7 @@ from sandyard.runtimes.memory import MemoryRuntime
 from sandyard.sandboxes import Sandbox, SandboxManager
 
 if TYPE_CHECKING:
-    from tests.sandboxes.conftest import OpenYard, Wanted
+    from tests.sandboxes.conftest import OpenYard, Until, Wanted
 
 
 def limit(yard: SandboxManager, *, per_tenant: int = 0, snapshots_mb: int = 0) -> None:
@@ -60,3 +62,47 @@ async def test_the_snapshots_of_a_tenant_take_no_more_than_they_may(open_yard: O
         await yard.catalog.delete(first.template)
         again = await asyncio.gather(*(yard.copying.snapshot(box) for _ in range(2)), return_exceptions=True)
         assert sum(isinstance(each, CapacityError) for each in again) == 1  # the other may come to all of it
+
+
+async def test_what_deleted_snapshots_left_counts_while_others_need_it(
+    open_yard: OpenYard, wanted: Wanted, until: Until
+) -> None:
+    async with open_yard(MemoryRuntime()) as yard:
+        box = await yard.create(wanted())
+        await box.agent.write_file("/noise", os.urandom(2 << 20))
+        first = await yard.copying.snapshot(box)
+        await box.agent.write_file("/small", b"x")
+        second = await yard.copying.snapshot(box)
+        (layer,) = first.build.rootfs.layers
+        assert second.build.size_bytes < 1 << 20
+        assert yard.runtime.needs(second.build.rootfs.layers[0]) == layer
+        limit(yard, snapshots_mb=2)
+        await yard.catalog.delete(first.template)
+        with pytest.raises(CapacityError, match="snapshots_mb"):
+            await yard.copying.snapshot(box)
+        await until(lambda: not layer.exists())  # it is a part of the other now
+        assert yard.quota.snapshot_bytes("t") > 2 << 20
+        await yard.catalog.delete(second.template)
+        assert yard.quota.snapshot_bytes("t") == 0
+
+
+async def test_what_stands_below_ones_snapshots_and_is_anothers_does_not_count(
+    open_yard: OpenYard, wanted: Wanted, tmp_path: Path
+) -> None:
+    async with open_yard(MemoryRuntime()) as yard:
+        made = await yard.copying.snapshot(await yard.create(wanted()))
+        names = ("top", "step", "foreign", "left")
+        with yard.catalog.new_layer() as path:
+            top, step, foreign, left = (path.with_name(name) for name in names)
+            for each in (top, step, foreign, left):
+                each.write_bytes(b'{"parent": null, "files": [], "paths": []}' + b" " * (1 << 20))
+            elsewhere = tmp_path / "tree"
+            elsewhere.write_bytes(bytes(1 << 20))
+            before = yard.quota.snapshot_bytes("t")
+            mine = replace(made.build.rootfs, layers=[*made.build.rootfs.layers, top, step, foreign, left, elsewhere])
+            for tenant, kind, layers in (("t", "template", [top, step]), ("u", "snapshot", [foreign, left])):
+                template = await yard.catalog.add_template(tenant, kind)
+                theirs = replace(mine, layers=layers)
+                await yard.catalog.put_build(replace(made.build, id=kind, template_id=template.id, rootfs=theirs))
+            await yard.catalog.put_build(replace(made.build, rootfs=mine))
+            assert 1 << 20 <= yard.quota.snapshot_bytes("t") - before < 3 << 19

@@ -345,7 +345,7 @@ class Catalog:
         if not self._reserved:  # else a snapshot may be on its way that saw them in the chain below it
             self._shed.clear()
         kept |= self._shed
-        kept |= self._needed(runtime, kept)  # not in a thread: what is kept must not change meanwhile
+        kept |= self.needed(runtime, kept)  # not in a thread: what is kept must not change meanwhile
         # What is being written has its final name with something behind it.
         gone = [path for path in self._layers.iterdir() if path.with_name(path.name.partition(".")[0]) not in kept]
         for path in gone:
@@ -360,8 +360,8 @@ class Catalog:
         then there is something to `collect`. Those in use, and what is below them, are left alone."""
         named = self._named()
         busy = set(in_use) | self._reserved
-        busy |= self._needed(runtime, busy)
-        kept = named | busy | self._needed(runtime, named)
+        busy |= self.needed(runtime, busy)
+        kept = named | busy | self.needed(runtime, named)
         children = Counter(below for layer in kept if (below := self._parents.get(layer)) is not None)
         changed = False
         for layer in kept - busy:
@@ -397,8 +397,8 @@ class Catalog:
         finally:
             self._going -= going
 
-    def _needed(self, runtime: Runtime, layers: Collection[Path]) -> set[Path]:
-        """What these layers are kept as the difference to."""
+    def needed(self, runtime: Runtime, layers: Collection[Path]) -> set[Path]:
+        """What these layers are kept as the difference to. Raises `SandboxError` for a damaged one."""
         found: set[Path] = set()
         for layer in layers:
             while (below := self._parents.get(layer) or runtime.needs(layer)) is not None:

@@ -378,6 +378,12 @@ async def test_quota_and_runtime_are_heeded(open_node: OpenNode, blobs: MemoryBl
         await b.copying.snapshot(mine)
         with pytest.raises(CapacityError, match="snapshots_mb"):
             await start(b, made)
+        large = await _pushed(a, os.urandom(2 << 20))
+    async with open_node("d", blobs, sandbox={"snapshots_mb": 2}) as d:
+        with pytest.raises(CapacityError, match=r"3 MiB more are wanted \(sandbox.snapshots_mb"):
+            await start(d, large)
+        assert _layers(d) == []
+        assert await read(await start(d, made), "/noise") == NOISE
     async with open_node("c", blobs) as c:
         c.runtime.name = "other"
         with pytest.raises(Conflict, match="runtime memory"):

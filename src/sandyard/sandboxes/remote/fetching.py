@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from sandyard.errors import CapacityError, Conflict, NotFound
+from sandyard.errors import Conflict, NotFound
 from sandyard.runtimes.base import Rootfs
 from sandyard.sandboxes.catalog import Build, Template
 from sandyard.sandboxes.copying import KIND, Snapshot
 from sandyard.sandboxes.remote.download import Downloader
 from sandyard.sandboxes.remote.listing import Listing
 from sandyard.sandboxes.remote.manifest import LayerManifest, SnapshotManifest
+from sandyard.sandboxes.remote.source import present
 from sandyard.sandboxes.remote.transfer import Transfer
 from sandyard.sandboxes.remote.transfers import Transfers
 from sandyard.store.blobs import BlobError
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from sandyard.sandboxes.manager import SandboxManager
 
 log = structlog.get_logger("sandyard.remote")
-
-_DELETED_SECONDS = 60.0
 
 
 class Fetching:
@@ -68,7 +67,6 @@ class Fetching:
         manager = self._manager
         if self._listing.here(manifest) is not None:
             return
-        self._check_quota(manifest.tenant)
         if manifest.runtime != manager.runtime.name:
             here = manager.runtime.name
             raise Conflict(f"snapshot {manifest.id} is of the runtime {manifest.runtime}, and this node's is {here}")
@@ -78,6 +76,7 @@ class Fetching:
                 held.enter_context(manager.catalog.new_layer(self._down.path_of(digest, layer).name))
             owned = [layer for own in manager.copying.all(manifest.tenant) for layer in own.build.rootfs.layers]
             mine = await asyncio.to_thread(self._with_needs, owned)
+            held.enter_context(manager.quota.fetch(manifest.tenant, await asyncio.to_thread(self._coming, layers)))
             await self._down.install(layers, transfer, mine)
             await self._record(manifest, layers)
 
@@ -121,15 +120,9 @@ class Fetching:
         except NotFound:
             return True
 
-    def _check_quota(self, tenant: str) -> None:
-        limit = self._manager.settings.sandbox.snapshots_mb
-        held = self._manager.quota.snapshot_bytes(tenant) >> 20
-        if limit and held >= limit:
-            raise CapacityError(
-                f"the snapshots of this tenant take {held} MiB, of {limit} they may (sandbox.snapshots_mb)",
-                retry_after=_DELETED_SECONDS,
-                remedy="delete some",
-            )
+    def _coming(self, layers: Mapping[str, LayerManifest]) -> int:
+        """Bytes of those that are not here. Blocking."""
+        return sum(layer.data_bytes for it, layer in layers.items() if not present(self._down.path_of(it, layer)))
 
 
 def _build(manifest: SnapshotManifest, template: Template, rootfs: Rootfs) -> Build:
