@@ -283,3 +283,19 @@ async def test_a_stopped_guest_is_found_again(machine: Machine, monkeypatch: pyt
     assert await machine.runtime.adopt(NAME) is instance
     await machine.until("cont", "query-status", "cont", "query-status", "hello", "freeze0")
     assert (await instance.agent.hello())["boot_id"] == "id"
+
+
+async def test_a_stall_in_the_middle_of_another_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "PAUSE", 0.01)
+    tried: list[int] = []
+
+    async def retry() -> bool:
+        tried.append(len(tried))
+        if len(tried) == 1:
+            stalled.begin()  # it goes on, and stands still again before that was said
+        return False
+
+    stalled = stall.Stall(NAME, retry)
+    stalled.begin()
+    await eventually(lambda: not stalled.lasts)
+    assert tried == [0, 1]
