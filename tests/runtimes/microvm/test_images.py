@@ -23,6 +23,7 @@ from sandyard.runtimes.microvm import commits, conf, disk
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.checking import Checker, digest_file, digest_ram, seal
@@ -245,13 +246,18 @@ class _Waking:
         assert not frozen
 
 
+@pytest.fixture
+def asleep(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    _asleep(host)
+    for name in (disk.BLANK, disk.image(0)):
+        (host.layout.disk("one") / name).touch()
+    monkeypatch.setattr(disk, "above", lambda *_: None)
+
+
+@pytest.mark.usefixtures("asleep")
 @pytest.mark.parametrize("fails", [False, True])
 async def test_that_one_was_woken_is_on_the_disk(host: Host, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
-    _asleep(host)
-    home, own = host.layout.memory("one"), host.layout.disk("one")
-    (own / disk.BLANK).touch()
-    (own / disk.image(0)).touch()
-    monkeypatch.setattr(disk, "above", lambda *_: None)
+    home = host.layout.memory("one")
     records: list[bool] = []
 
     def sync(descriptor: int) -> None:
@@ -266,6 +272,26 @@ async def test_that_one_was_woken_is_on_the_disk(host: Host, monkeypatch: pytest
     assert woken is cast(MicroVMInstance, waking)
     assert records == [False]  # brought there once it was gone; that it cannot be is no reason to end it
     assert suspended.ids(host.layout) == []
+
+
+@pytest.mark.usefixtures("asleep")
+async def test_a_wake_that_is_called_off_at_its_end_leaves_it_suspended(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget, loop = suspended.forget, asyncio.get_running_loop()
+    waking = asyncio.ensure_future(
+        Suspending(host, cast(Restorer, _Waking())).wake(cast(Choice, None), SPEC),
+    )
+
+    def called_off(layout: Layout, sandbox_id: str) -> None:
+        forget(layout, sandbox_id)
+        loop.call_soon_threadsafe(waking.cancel)
+
+    monkeypatch.setattr(suspended, "forget", called_off)
+    with pytest.raises(asyncio.CancelledError):
+        await waking
+    assert suspended.ids(host.layout) == ["one"]
+    assert suspended.load(host.layout, "one") == Suspended(SPEC, "0", 0)
 
 
 def test_the_disk_of_a_configuration_is_of_no_size_a_vmm_says(tmp_path: Path) -> None:

@@ -273,17 +273,56 @@ async def test_what_is_of_another_host_or_sandbox_is_refused(
     assert await runtime.list() == ["native"]
 
 
+async def test_memory_is_said_to_be_of_what_its_guest_was_made_on(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance, kit = await made(runtime, base, "former")
+    layer, settings = layers / "one", runtime.host.settings
+    more = settings.microvm.model_copy(update={"guest_mb": settings.microvm.guest_mb + 16})
+    monkeypatch.setattr(runtime.host, "settings", settings.model_copy(update={"microvm": more}))  # of a later server
+    await instance.commit(layer, memory=True, durable=False)
+    assert image.load(layer).fit.memory_mb == SMALL.memory_mb + settings.microvm.guest_mb
+    with pytest.raises(CreateFailed, match="another memory in MiB"):
+        await runtime.create(spec_of(base, layer, "later"))
+    monkeypatch.undo()
+    async with copied(runtime, base, layer, "same") as copy:
+        assert await copy.output("hostname") == "same"
+    await asyncio.to_thread(
+        (runtime.host.layout.home("former") / "fit.json").unlink
+    )  # of a server before there was one
+    for refused in (instance.commit(layers / "two", memory=True), runtime.suspend("former")):
+        with pytest.raises(SandboxError, match="not known what sandbox former was made on"):
+            await refused
+    assert not [name for name in os.listdir(layers) if name.startswith("two")]
+    await instance.commit(layers / "two")
+    assert await kit.output("hostname") == "former"
+
+
+async def test_a_snapshot_that_fails_leaves_nothing(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance, kit = await made(runtime, base, "goes")
+    monkeypatch.setattr(image, "save", _full)
+    with pytest.raises(SandboxError, match="No space left"):
+        await instance.commit(layers / "one", memory=True)
+    assert os.listdir(layers) == []
+    monkeypatch.undo()
+    assert await kit.output("hostname") == "goes"
+    await instance.commit(layers / "one", memory=True)
+    assert image.load(layers / "one").disk
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 async def test_a_suspend_that_fails_leaves_it_running(
     runtime: MicroVMRuntime, base: Rootfs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance, kit = await made(runtime, base, "stays")
     counter = await kit.start(COUNTER)
     await kit.output("while [ ! -s /run/n ]; do sleep 0.05; done")
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(image, "save", full)
+    monkeypatch.setattr(image, "save", _full)
     with pytest.raises(SandboxError, match="No space left"):
         await runtime.suspend("stays")
     monkeypatch.undo()

@@ -104,7 +104,10 @@ class Suspending:
                 raise
             raise CreateFailed("restore", str(error)) from error
         except BaseException:
-            await finish(self._host.end(sandbox_id))
+            try:
+                await in_thread(suspended.save, layout, record)  # it was forgotten already where that is called off
+            finally:
+                await finish(self._host.end(sandbox_id))
             raise
 
     async def _settle(self, sandbox_id: str) -> None:
