@@ -51,6 +51,7 @@ async def test_a_half_made_setup_is_mended(settings: Settings) -> None:
     assert [path.exists() for path in old] == [False, False, True, True]
 
 
+@pytest.mark.full
 async def test_the_doctor_tries_every_promise_in_a_guest(settings: Settings) -> None:
     found = {finding.name: finding for finding in await diagnose(settings)}
     assert found["microVM"].detail.startswith("accelerator ")
@@ -121,6 +122,7 @@ async def test_a_link_is_opened_again_at_once(runtime: MicroVMRuntime, base: Roo
     assert time.monotonic() - began < 14
 
 
+@pytest.mark.full
 async def test_the_agent_answers_where_no_memory_is_left(runtime: MicroVMRuntime, base: Rootfs) -> None:
     """What the agent writes to memory counts too, and it is asked for room, not killed for it."""
     instance, kit = await made(runtime, base, "filled")
