@@ -43,12 +43,14 @@ class Stall:
             self._task.cancel()
 
     async def _last(self) -> None:
+        said = ""
         while self._again:  # a guest that went on may have been stopped again at once: that is looked at once more
             self._again = False
             await asyncio.sleep(PAUSE)
             try:
                 self._again = await self._retry() or self._again
             except (SandboxError, GuestError) as error:
-                log.warning("a guest stands still, and cannot go on", sandbox=self._sandbox_id, error=str(error))
-                self._again = True
+                if str(error) != said:
+                    log.warning("a guest stands still, and cannot go on", sandbox=self._sandbox_id, error=str(error))
+                said, self._again = str(error), True
         log.info("a guest that stood still goes on", sandbox=self._sandbox_id)

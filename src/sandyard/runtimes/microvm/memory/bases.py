@@ -94,8 +94,7 @@ class Bases:
         capture = Capture(self._host, instance, name, fit)
         try:
             await _warm(instance)
-            await instance.agent.freeze(True, processes=True)
-            await instance.control.execute("stop")
+            await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
             manifest = await in_thread(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
