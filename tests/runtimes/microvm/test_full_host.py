@@ -1,0 +1,78 @@
+"""A host whose disk is full, and then is not: a small one of the node's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandyard.config import PathSettings, Settings
+from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.conformance.kit import Kit
+from sandyard.runtimes.microvm import MicroVMRuntime
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.layout import Layout
+from tests.yard import guest_settings, node_home
+
+pytestmark = [pytest.mark.root, pytest.mark.full, pytest.mark.timeout(600)]
+SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
+WRITE = "head -c 24M /dev/urandom > /root/big; sync; sha256sum < /root/big > /root/sum"
+
+
+def fill(path: Path, left: int) -> None:
+    """Take all but `left` bytes."""
+    stat = os.statvfs(path.parent)
+    with open(path, "xb") as file:
+        os.posix_fallocate(file.fileno(), 0, stat.f_bavail * stat.f_frsize - left)
+
+
+@pytest.fixture
+def small() -> Iterator[Path]:
+    """The directories of a node whose disk is small."""
+    with node_home() as home:
+        disk, node = home / "disk", home / "node"
+        node.mkdir()
+        disk.touch()
+        os.truncate(disk, 2 << 30)
+        subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", disk], check=True)
+        subprocess.run(["mount", "-o", "loop", disk, node], check=True)
+        try:
+            yield node
+        finally:
+            subprocess.run(["umount", node], check=True)
+
+
+async def test_a_guest_waits_for_room_and_loses_nothing(small: Path, base: Rootfs) -> None:
+    paths = PathSettings(state=small / "state", run=small / "run")
+    settings = Settings(paths=paths)
+    Layout.of(settings).prepare()  # with block images of its own: links to them do not leave a file system
+    runtime = MicroVMRuntime(await guest_settings(settings))
+    try:
+        await _waits(runtime, base, small / "ballast")
+    finally:
+        await runtime.destroy("full")
+        await runtime.close()
+
+
+async def _waits(runtime: MicroVMRuntime, base: Rootfs, ballast: Path) -> None:
+    instance = await runtime.create(SandboxSpec("full", base, SMALL, hostname="full"))
+    assert isinstance(instance, MicroVMInstance)
+    kit = Kit(runtime, base, instance)
+    await asyncio.to_thread(fill, ballast, 4 << 20)
+    writing = asyncio.ensure_future(kit.run(WRITE, timeout=200))
+    async with asyncio.timeout(120):
+        while not instance.stall.lasts:
+            assert not writing.done()
+            await asyncio.sleep(0.1)
+    assert (await instance.control.execute("query-status"))["status"] == "io-error"
+    await asyncio.sleep(6)  # it was tried again meanwhile
+    assert instance.stall.lasts
+    assert not writing.done()
+    await asyncio.to_thread(ballast.unlink)
+    assert (await writing).status.code == 0
+    assert await kit.output("sha256sum < /root/big | cmp - /root/sum && echo whole") == "whole"
+    assert not instance.stall.lasts or await runtime.try_again(instance) is False
