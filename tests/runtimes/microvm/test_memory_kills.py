@@ -115,12 +115,12 @@ class Campaign:
         await kit.output(f"while [ $(wc -l < /root/lines) -le {len(lines)} ]; do sleep 0.05; done; sync")
 
     async def _check_layer(self, runtime: MicroVMRuntime, layer: Path) -> None:
-        """Half a snapshot has no layer; one that is there can be started from."""
-        if await asyncio.to_thread(layer.exists):
+        """Half a snapshot has no manifest; one that has it can be started from."""
+        if await asyncio.to_thread(image.exists, layer):
             spec = victim.copy_of(self.base, layer)
             await self._counts(Kit(runtime, self.base, await runtime.create(spec)))
             await runtime.destroy("child")
-            await asyncio.to_thread(layer.unlink)
+        await asyncio.to_thread(layer.unlink, missing_ok=True)
         await asyncio.to_thread(image.remove, layer)
 
 
