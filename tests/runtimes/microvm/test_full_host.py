@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,15 @@ def small() -> Iterator[Path]:
         try:
             yield node
         finally:
-            subprocess.run(["umount", node], check=True)
+            _unmount(node)
+
+
+def _unmount(node: Path) -> None:
+    """What was killed may take a moment to let go of its files."""
+    end = time.monotonic() + 20
+    while (ended := subprocess.run(["umount", node], check=False, capture_output=True, text=True)).returncode != 0:
+        assert time.monotonic() < end, ended.stderr
+        time.sleep(0.1)
 
 
 async def test_a_guest_waits_for_room_and_loses_nothing(small: Path, base: Rootfs) -> None:
