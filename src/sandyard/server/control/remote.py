@@ -12,8 +12,12 @@ from sandyard.errors import Conflict
 from sandyard.sandboxes.remote import RemoteSnapshots, Transfer
 from sandyard.sandboxes.remote.manifest import Listed
 from sandyard.server.control.context import Context, Here, Tenant
+from sandyard.server.control.models import ErrorBody
 
-router = APIRouter(prefix="/remote", tags=["snapshots"])
+# There may be no storage, it may refuse, and it may not answer.
+router = APIRouter(
+    prefix="/remote", tags=["snapshots"], responses={status: {"model": ErrorBody} for status in (409, 502, 503)}
+)
 
 
 class RemoteSnapshotView(BaseModel):
