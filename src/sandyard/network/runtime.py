@@ -18,7 +18,7 @@ from sandyard.errors import Conflict, CreateFailed, HostError, NotFound, Sandyar
 from sandyard.network.policy import Policy
 from sandyard.network.slots import Slots
 from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
-from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.finishing import finish
 
 log = structlog.get_logger("sandyard.network")
 

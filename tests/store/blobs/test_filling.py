@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from sandyard.runtimes.finishing import ended
 from sandyard.store.blobs.chunks import chunk_key, digest_of, encode
 from sandyard.store.blobs.lazy.filling import Filling
 from sandyard.store.blobs.memory import MemoryBlobs
-from sandyard.store.blobs.threads import ended
 
 
 async def test_closing_waits_for_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

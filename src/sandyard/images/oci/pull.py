@@ -24,6 +24,7 @@ from sandyard.images.oci.reference import Reference
 from sandyard.images.oci.registry import Credentials, RegistrySource
 from sandyard.images.oci.room import Collect, NoRoom, Room, Watermarks, collect_nothing
 from sandyard.images.progress import Progress, silent
+from sandyard.runtimes.finishing import ended
 
 _AT_ONCE = 3
 _CONFIG_LIMIT = 8 << 20
@@ -73,12 +74,8 @@ async def needs(
     home = LayerStore(settings).home
     with contextlib.ExitStack() as stack:
         # In a thread: whoever removes layers has the guard, and may wait for this event loop.
-        entering = asyncio.ensure_future(asyncio.to_thread(stack.enter_context, hold(home)))
         try:
-            held = await asyncio.shield(entering)
-        except asyncio.CancelledError:
-            await asyncio.wait([entering])
-            raise
+            held = await ended(stack.enter_context, hold(home))
         except OSError as error:
             raise HostError(f"layer store {home}: {error}", remedy="check paths.state and its disk") from error
         yield Needs(held, collect, transports)
@@ -297,7 +294,7 @@ class _Layers:
             return made
 
         try:
-            return await _finished(work)
+            return await ended(work)
         except HostError:
             raise
         except SandyardError as error:
@@ -319,16 +316,6 @@ class _Layers:
 
 def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f}"
-
-
-async def _finished(work: Callable[[], Layer]) -> Layer:
-    """What a thread makes; a cancellation waits for it, since it writes where others clean up."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 def _file_digest(path: Path) -> str:

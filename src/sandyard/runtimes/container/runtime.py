@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -41,6 +41,7 @@ from sandyard.runtimes.container.layout import (
 from sandyard.runtimes.container.merging import merge
 from sandyard.runtimes.container.oci import configuration
 from sandyard.runtimes.container.shared import raise_host_limits
+from sandyard.runtimes.finishing import finish
 
 AGENT_TIMEOUT = 10.0
 DESTROY_TIMEOUT = 10.0
@@ -445,17 +446,3 @@ def _check_layers(spec: SandboxSpec) -> None:
     for layer in spec.rootfs.layers:
         if not exists(layer):
             raise CreateFailed("rootfs", f"layer {layer} is neither a directory nor an image")
-
-
-async def finish(work: Awaitable[_Result]) -> _Result:
-    """Await `work` to its end even when cancelled; the cancellation is raised after it."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait((task,))
-        if not task.cancelled():
-            task.exception()  # seen; the caller is leaving and gets the cancellation
-        raise

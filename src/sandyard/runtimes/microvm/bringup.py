@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from sandyard.errors import AgentLinkError, CreateFailed, SandboxError
 from sandyard.guest.client import LinkAgent, open_agent
 from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm.choice import Choice
-from sandyard.runtimes.microvm.host import in_thread
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
@@ -44,7 +44,7 @@ class BringUp:
         """Boot a sandbox, on the disk it had if it is `used`. `tap`: with an interface, whether it has a network or
         not. Raises `CreateFailed`; what was made then is left."""
         try:
-            pid = await in_thread(lambda: self._start(choice, spec, used, tap))
+            pid = await ended(lambda: self._start(choice, spec, used, tap))
         except OSError as error:
             raise CreateFailed("files", str(error)) from error
         return await self._come_up(self.hold(spec, pid), choice)
@@ -58,7 +58,7 @@ class BringUp:
 
     async def start_probe(self, choice: Choice, sandbox_id: str) -> None:
         """Boot a guest that mounts nothing and answers. Raises `CreateFailed`; what was made is left."""
-        pid = await in_thread(self._host.starter.start_probe, choice, sandbox_id, self._host.layout.assets)
+        pid = await ended(self._host.starter.start_probe, choice, sandbox_id, self._host.layout.assets)
         record = load_running(self._host.layout.home(sandbox_id))
         if record is None:
             raise CreateFailed("vmm", "its record is gone")

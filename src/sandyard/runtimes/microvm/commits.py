@@ -15,9 +15,9 @@ import structlog
 from sandyard.errors import SandboxError, SandyardError, Unsupported
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
-from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import disk
-from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import STOP_TIMEOUT, MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN, run_confined
 from sandyard.runtimes.microvm.qmp import QmpError
@@ -75,7 +75,7 @@ class Swap:
         own = host.layout.disk(instance.spec.sandbox_id)
         number = disk.top(own)
         size = (own / disk.BLANK).stat().st_size
-        path = await in_thread(disk.above, own, disk.image(number), "qcow2", size, number + 1)
+        path = await ended(disk.above, own, disk.image(number), "qcow2", size, number + 1)
         return cls(instance, number, path)
 
     def drop(self) -> None:
@@ -125,7 +125,7 @@ async def shorten(host: Host, instance: MicroVMInstance) -> None:
     """Let the guest's disk be one image again where it has become a long chain of them; the guest goes on meanwhile.
     Where that fails it stays a chain, and is tried again the next time."""
     own = host.layout.disk(instance.spec.sandbox_id)
-    if await in_thread(disk.depth, own) < disk.DEEPEST:
+    if await ended(disk.depth, own) < disk.DEEPEST:
         return
     number = disk.top(own)
     try:
@@ -137,7 +137,7 @@ async def shorten(host: Host, instance: MicroVMInstance) -> None:
                 await asyncio.sleep(_POLL)
         for each in await instance.control.execute("query-block"):
             if _is_disk(each) and each["inserted"].get("backing_file_depth") == 0:
-                await in_thread(disk.keep_only, own, number)
+                await ended(disk.keep_only, own, number)
     except (SandboxError, TimeoutError) as error:
         log.warning("the images of a sandbox stay a chain", sandbox=instance.spec.sandbox_id, error=str(error))
 
@@ -162,7 +162,7 @@ async def flatten(host: Host, spec: SandboxSpec, number: int, target: Path, dura
     source, made = str(OWN / disk.image(number)), str(OWN / scratch.name)
     command = ["qemu-img", "convert", "-U", "-O", "qcow2", source, made]
     try:
-        await in_thread(run_confined, plan, command, _TIMEOUT)
-        return await in_thread(disk.take, scratch, target, durable)
+        await ended(run_confined, plan, command, _TIMEOUT)
+        return await ended(disk.take, scratch, target, durable)
     finally:
         scratch.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +15,6 @@ from sandyard.config import Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.layout import remove_tree
-from sandyard.runtimes.container.runtime import finish
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import last_lines
 from sandyard.runtimes.microvm.layout import Layout
@@ -104,11 +102,6 @@ class Host:
         self.instances.clear()
         if self._cgroups is not None:
             self._cgroups.remove_parent()
-
-
-async def in_thread(call: Callable[..., _Result], *arguments: object) -> _Result:
-    """To its end, also where the caller is cancelled."""
-    return await finish(asyncio.to_thread(call, *arguments))
 
 
 def _end_child(pid: int, sandbox_id: str) -> None:

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 
 from sandyard.errors import HostError, SandboxError
-from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.finishing import finish
 from sandyard.runtimes.microvm.assets import ready_assets
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice, candidates, find_engine, remember, remembered

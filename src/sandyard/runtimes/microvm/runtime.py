@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 from sandyard.config import Settings
 from sandyard.errors import CreateFailed, HostError, SandboxError, SandyardError
 from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
-from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
-from sandyard.runtimes.microvm.host import ID, Host, in_thread
+from sandyard.runtimes.microvm.host import ID, Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
@@ -80,7 +80,7 @@ class MicroVMRuntime(Runtime):
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
         async with self._slots, self._lock(sandbox_id):
-            if await in_thread(self.host.known, sandbox_id):
+            if await ended(self.host.known, sandbox_id):
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
                 return await self._keeping.create(choice, spec)

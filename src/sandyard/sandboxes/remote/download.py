@@ -17,6 +17,8 @@ from sandyard.errors import BadRequest, HostError
 from sandyard.images.oci.unpack import unpack_layer
 from sandyard.runtimes.base import Runtime
 from sandyard.runtimes.deltas import Delta
+from sandyard.runtimes.durable import sync
+from sandyard.runtimes.finishing import ended
 from sandyard.sandboxes.remote.known import Known, manifest_of
 from sandyard.sandboxes.remote.lazy import LazyLayers
 from sandyard.sandboxes.remote.manifest import LayerManifest, layer_key, tree_name
@@ -24,7 +26,6 @@ from sandyard.sandboxes.remote.source import DELTA, present
 from sandyard.sandboxes.remote.transfer import Transfer
 from sandyard.store.blobs import BlobDamaged, BlobMissing, BlobStore
 from sandyard.store.blobs.chunks import chunk_key, decode
-from sandyard.store.blobs.threads import ended
 
 log = structlog.get_logger("sandyard.remote")
 
@@ -173,7 +174,7 @@ class Downloader:
             with Delta(partial) as delta:
                 delta.verify()
         partial.chmod(0o400)
-        _sync(partial)
+        sync(partial)
         os.link(partial, target)  # unlike a rename, it does not replace
         try:
             needs = self._runtime.needs(path)
@@ -182,7 +183,7 @@ class Downloader:
         except BaseException:
             target.unlink()
             raise
-        _sync(path.parent)
+        sync(path.parent)
 
     def _unpack(self, partial: Path, path: Path) -> None:
         tree = path.with_name(f"{path.name}{_PARTIAL}.tree")
@@ -192,7 +193,7 @@ class Downloader:
                 unpack_layer(blob, tree, uid_base, limit)
             os.sync()  # thousands of files: one by one takes longer
             tree.rename(path)
-            _sync(path.parent)
+            sync(path.parent)
         except BadRequest as error:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from error
@@ -256,11 +257,3 @@ def _discard(partial: Path) -> None:
     if os.path.lexists(tree):
         shutil.rmtree(tree)
     partial.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,10 +26,10 @@ from sandyard.config import Settings
 from sandyard.errors import HostError
 from sandyard.images.garbage.base import Checkup, Finding
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.finishing import ended
 from sandyard.sandboxes.remote.manifest import LayerManifest
 from sandyard.store.blobs.lazy.fuse import detach, mount
 from sandyard.store.blobs.lazy.order import BUSY, HELD, PART, READY, Order, Word
-from sandyard.store.blobs.threads import ended
 
 log = structlog.get_logger("sandyard.remote")
 

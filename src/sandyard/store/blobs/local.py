@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO
 
+from sandyard.runtimes.durable import sync
 from sandyard.store.blobs.base import (
     BlobError,
     BlobFull,
@@ -115,11 +116,7 @@ def _write(file: IO[bytes], piece: bytes) -> int:
 def _finish(file: IO[bytes], draft: Path, path: Path) -> None:
     os.fsync(file.fileno())
     draft.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _walk(root: Path, folder: Path) -> Iterator[BlobInfo]:

@@ -20,11 +20,11 @@ from sandyard.guest.base import ProcessSpec
 from sandyard.guest.shell import BASH
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
-from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits, conf
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
-from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.capture import Capture
@@ -53,13 +53,13 @@ class Bases:
         """The base for a sandbox of `spec`, made if it is not there or not whole; whoever comes meanwhile waits.
 
         Raises `CreateFailed`."""
-        fit = await in_thread(lambda: fit_of(self._host, choice, spec, block_of(self._host, spec)))
+        fit = await ended(lambda: fit_of(self._host, choice, spec, block_of(self._host, spec)))
         home = self._host.layout.bases / hashlib.sha256(json.dumps(asdict(fit)).encode()).hexdigest()[:24]
         async with self._locks.setdefault(home.name, asyncio.Lock()):
-            found = await in_thread(self._look, home)
+            found = await ended(self._look, home)
             if found is None:
                 async with _alone(home):
-                    found = await in_thread(self._look, home) or await self._make(choice, spec, fit, home)
+                    found = await ended(self._look, home) or await self._make(choice, spec, fit, home)
         return home / _NAME, found
 
     def _look(self, home: Path) -> Manifest | None:
@@ -77,16 +77,16 @@ class Bases:
         plain = replace(spec, sandbox_id=sandbox_id, hostname="sandbox", rootfs=replace(spec.rootfs, env={}))
         scratch = home.with_name(f".{home.name}")
         try:
-            await in_thread(_fresh, scratch)
+            await ended(_fresh, scratch)
             manifest = await self._capture(choice, replace(plain, network=None), fit, scratch / _NAME)
-            await in_thread(_put, scratch, home)
-            await in_thread(self._prune, home)
+            await ended(_put, scratch, home)
+            await ended(self._prune, home)
             return manifest
         except OSError as error:
             raise CreateFailed("base", str(error)) from error
         finally:
             await finish(self._host.remove(sandbox_id))
-            await in_thread(remove_tree, scratch)
+            await ended(remove_tree, scratch)
 
     async def _capture(self, choice: Choice, spec: SandboxSpec, fit: Fit, name: Path) -> Manifest:
         """Boot, stop, write down."""
@@ -97,11 +97,11 @@ class Bases:
             await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
-            manifest = await in_thread(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
+            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
             await self._host.end(spec.sandbox_id)
             await commits.commit_halted(self._host, spec, name)
-            sealed = await in_thread(lambda: seal(name, manifest, durable=True))
-            await in_thread(self._restorer.trust, name, sealed)
+            sealed = await ended(lambda: seal(name, manifest, durable=True))
+            await ended(self._restorer.trust, name, sealed)
         except SandboxError as error:
             raise CreateFailed("base", error.message) from error
         return sealed

@@ -12,7 +12,8 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas import Chain, Delta, merged, write_delta
 from sandyard.runtimes.deltas.format import Block
 from sandyard.runtimes.durable import sync
-from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.finishing import ended
+from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN
 from sandyard.runtimes.microvm.memory import image
@@ -51,7 +52,7 @@ class Capture:
     @classmethod
     async def prepare(cls, host: Host, instance: MicroVMInstance, name: Path) -> Capture:
         """Of one whose VMM was started by this server or another. Raises `SandboxError`."""
-        fit = await in_thread(load_fit, host.layout.home(instance.spec.sandbox_id))
+        fit = await ended(load_fit, host.layout.home(instance.spec.sandbox_id))
         return cls(host, instance, name, fit)
 
     async def take(self) -> None:
@@ -61,7 +62,7 @@ class Capture:
         try:
             arguments = {"filename": str(OWN / scratch), "live": False}
             await self._instance.control.execute("xen-save-devices-state", arguments, timeout=120)
-            await in_thread(self._copy, own / scratch)
+            await ended(self._copy, own / scratch)
         finally:
             (own / scratch).unlink(missing_ok=True)
 

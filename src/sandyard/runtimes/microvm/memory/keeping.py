@@ -6,11 +6,11 @@ from pathlib import Path
 
 from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import SandboxSpec
-from sandyard.runtimes.container.runtime import finish
+from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits, conf
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
-from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.bases import Bases
@@ -52,22 +52,22 @@ class Keeping:
         """`Instance.commit` with memory."""
         spec = instance.spec
         commits.check_depth(spec)
-        await in_thread(image.check_new, target)
+        await ended(image.check_new, target)
         capture = await Capture.prepare(self._host, instance, target)
         swap = await commits.Swap.prepare(self._host, instance)
         try:
             await finish(self._take(instance, capture, swap))
             conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
-            manifest = await in_thread(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
+            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
             size = await commits.flatten(self._host, spec, swap.number, target, durable)
-            sealed = await in_thread(lambda: seal(target, manifest, durable=durable))
-            await in_thread(self._restorer.trust, target, sealed)
+            sealed = await ended(lambda: seal(target, manifest, durable=durable))
+            await ended(self._restorer.trust, target, sealed)
             await commits.shorten(self._host, instance)
-            return size + await in_thread(image.taken, target)
+            return size + await ended(image.taken, target)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:
-            await in_thread(image.remove_half, target)
+            await ended(image.remove_half, target)
 
     async def _take(self, instance: MicroVMInstance, capture: Capture, swap: commits.Swap) -> None:
         """Memory, devices and disk of one instant; then it goes on, if it ran."""

@@ -16,10 +16,11 @@ from sandyard.errors import AgentLinkError, CreateFailed, GuestError, SandboxErr
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.chain import Piece, overlay
+from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm import conf, disk
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
-from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import Checker
@@ -60,7 +61,7 @@ class Restorer:
             return manifest
 
         try:
-            return await in_thread(look)
+            return await ended(look)
         except OSError as error:
             raise CreateFailed("snapshot", f"the memory of {name.name} is not whole: {error}") from error
         except Unfit as error:
@@ -69,7 +70,7 @@ class Restorer:
     async def copy(self, choice: Choice, spec: SandboxSpec, layer: Path, manifest: Manifest) -> MicroVMInstance:
         """A new sandbox with the disk `layer` and the memory beside it. Raises `CreateFailed`; what was made is
         left."""
-        await in_thread(self._give_disk, spec, layer, manifest)
+        await ended(self._give_disk, spec, layer, manifest)
         instance = await self.start(choice, spec, self._host.layout.memory(spec.sandbox_id) / "0", manifest)
         await self._introduce(instance, spec)
         return instance
@@ -81,12 +82,12 @@ class Restorer:
             paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
             files = [stack.enter_context(FileIO(path)).fileno() for path in paths]
             starter, conf_bytes = self._host.starter, manifest.conf_bytes
-            pid = await in_thread(lambda: starter.start_incoming(choice, spec, name.name, conf_bytes, files))
+            pid = await ended(lambda: starter.start_incoming(choice, spec, name.name, conf_bytes, files))
             instance = self._bring_up.hold(spec, pid)
             self._host.instances[spec.sandbox_id] = instance
             await self._bring_up.control(instance)
             try:
-                await in_thread(self._fill, spec.sandbox_id, pid, manifest, paths[2:], files[1:])
+                await ended(self._fill, spec.sandbox_id, pid, manifest, paths[2:], files[1:])
                 await self._load(instance, files[0])
                 await instance.control.execute("cont")
             except (SandboxError, OSError) as error:

@@ -11,11 +11,11 @@ import structlog
 from sandyard.errors import CreateFailed, GuestError, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
-from sandyard.runtimes.container.runtime import finish
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits, conf, disk
 from sandyard.runtimes.microvm.choice import Choice
-from sandyard.runtimes.microvm.host import Host, in_thread
+from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.capture import Capture
@@ -37,11 +37,11 @@ class Suspending:
     async def suspend(self, instance: MicroVMInstance) -> None:
         """`Runtime.suspend` of one that runs, or stands still."""
         spec, layout = instance.spec, self._host.layout
-        name = await in_thread(suspended.next_image, layout, spec.sandbox_id)
+        name = await ended(suspended.next_image, layout, spec.sandbox_id)
         record = Suspended(spec, name, disk.top(layout.disk(spec.sandbox_id)))
         await finish(self._suspend(instance, record))
         await finish(self._host.end(spec.sandbox_id))
-        await in_thread(suspended.tidy, layout, record)
+        await ended(suspended.tidy, layout, record)
         await finish(self._shorten(record))
 
     async def _suspend(self, instance: MicroVMInstance, record: Suspended) -> None:
@@ -53,13 +53,13 @@ class Suspending:
                 await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(layout.disk(record.spec.sandbox_id) / "conf.img")
-            manifest = await in_thread(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
-            await in_thread(lambda: image.save(name, manifest, durable=True))
-            await in_thread(self._restorer.trust, name, manifest)
-            await in_thread(suspended.save, layout, record)
+            manifest = await ended(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
+            await ended(lambda: image.save(name, manifest, durable=True))
+            await ended(self._restorer.trust, name, manifest)
+            await ended(suspended.save, layout, record)
         except BaseException as error:
-            await in_thread(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
-            await in_thread(image.remove, name)
+            await ended(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
+            await ended(image.remove, name)
             if ran:
                 await instance.go_on()
             if isinstance(error, OSError):
@@ -69,13 +69,13 @@ class Suspending:
     async def _shorten(self, record: Suspended) -> None:
         """Make its disk one image again where it has become a long chain of them."""
         own = self._host.layout.disk(record.spec.sandbox_id)
-        if await in_thread(disk.depth, own) < disk.DEEPEST:
+        if await ended(disk.depth, own) < disk.DEEPEST:
             return
         number = record.disk + 1
         try:
             await commits.commit_halted(self._host, record.spec, own / disk.image(number), record.disk)
-            await in_thread(suspended.save, self._host.layout, replace(record, disk=number))
-            await in_thread(disk.keep_only, own, number)
+            await ended(suspended.save, self._host.layout, replace(record, disk=number))
+            await ended(disk.keep_only, own, number)
         except (SandboxError, OSError) as error:  # it is suspended all the same
             log.warning("the images of a sandbox stay a chain", sandbox=record.spec.sandbox_id, error=str(error))
 
@@ -88,24 +88,24 @@ class Suspending:
         name, own = layout.memory(sandbox_id) / record.image, layout.disk(sandbox_id)
         manifest = await self._restorer.fitting(choice, spec, name)
         await finish(self._host.end(sandbox_id))  # of a start that failed, or of a suspend that was not finished
-        await in_thread(suspended.tidy, layout, record)
+        await ended(suspended.tidy, layout, record)
         try:
             size = (own / disk.BLANK).stat().st_size
-            await in_thread(disk.above, own, disk.image(record.disk), "qcow2", size, record.disk + 1)
+            await ended(disk.above, own, disk.image(record.disk), "qcow2", size, record.disk + 1)
             instance = await self._restorer.start(choice, spec, name, manifest)
             await instance.agent.freeze(False)
-            await in_thread(suspended.forget, layout, sandbox_id)
+            await ended(suspended.forget, layout, sandbox_id)
             await self._settle(sandbox_id)
             return instance
         except (SandboxError, GuestError, OSError) as error:
             await finish(self._host.end(sandbox_id))
-            await in_thread(suspended.tidy, layout, record)
+            await ended(suspended.tidy, layout, record)
             if isinstance(error, CreateFailed):
                 raise
             raise CreateFailed("restore", str(error)) from error
         except BaseException:
             try:
-                await in_thread(suspended.save, layout, record)  # it was forgotten already where that is called off
+                await ended(suspended.save, layout, record)  # it was forgotten already where that is called off
             finally:
                 await finish(self._host.end(sandbox_id))
             raise
@@ -113,7 +113,7 @@ class Suspending:
     async def _settle(self, sandbox_id: str) -> None:
         """That it runs again is to be known also after the host broke down: it is not to be woken a second time."""
         try:
-            await in_thread(sync, self._host.layout.memory(sandbox_id))
+            await ended(sync, self._host.layout.memory(sandbox_id))
         except OSError as error:  # it runs all the same, and has nothing else to go on from any more
             log.warning("that a sandbox was woken is not on the disk yet", sandbox=sandbox_id, error=str(error))
 
@@ -129,17 +129,17 @@ class Suspending:
             image.link(name, manifest, target)
             return manifest
 
-        await in_thread(image.check_new, target)
+        await ended(image.check_new, target)
         try:
-            manifest = await in_thread(share)
+            manifest = await ended(share)
             size = await commits.commit_halted(self._host, record.spec, target, number=record.disk)
-            await in_thread(lambda: seal(target, manifest, durable=True))
+            await ended(lambda: seal(target, manifest, durable=True))
             # What it alone shares with the sandbox stays when that goes on.
-            return size + await in_thread(image.taken, target, 2)
+            return size + await ended(image.taken, target, 2)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:
-            await in_thread(image.remove_half, target)
+            await ended(image.remove_half, target)
 
     async def forget(self, sandbox_id: str) -> None:
         """Nothing of its memory is left; it has no VMM."""

@@ -9,9 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sandyard.runtimes.finishing import ended
 from sandyard.store.blobs.base import BlobError, BlobStore
 from sandyard.store.blobs.chunks import chunk_key, decode
-from sandyard.store.blobs.threads import ended
 
 Chunk = tuple[int, int, str]  # offset, length, SHA-256
 _CALM_SECONDS = 0.2  # after a read that had to wait: who reads goes before the rest

@@ -14,11 +14,12 @@ import sys
 
 from sandyard.config import BlobSettings
 from sandyard.errors import SandyardError
+from sandyard.runtimes.durable import sync
+from sandyard.runtimes.finishing import ended
 from sandyard.store.blobs import BlobError, open_blobs
 from sandyard.store.blobs.lazy.filling import Filling
 from sandyard.store.blobs.lazy.fuse import FileServer, detach, mount
 from sandyard.store.blobs.lazy.order import BUSY, HELD, READY, Order, Word
-from sandyard.store.blobs.threads import ended
 
 _WATCH_SECONDS = 1.0
 _AGAIN_SECONDS = 10.0
@@ -80,7 +81,7 @@ class Serving:
                 continue
             if self._order.linked:
                 os.replace(self._order.part, self._order.layer)
-                _sync_folder(self._order)
+                sync(self._order.layer.parent)
             return
 
     async def _watch(self) -> None:
@@ -93,14 +94,6 @@ class Serving:
         if str(error) != self._told:
             self._told = str(error)
             self._word.tell(self._told)
-
-
-def _sync_folder(order: Order) -> None:
-    descriptor = os.open(order.layer.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _say(word: str) -> None:
