@@ -37,16 +37,6 @@ def test_a_link_under_the_name_of_the_next_image_is_not_followed(own: Path, tmp_
     assert [path.name for path in own.parent.iterdir()] == ["box"]
 
 
-def test_strange_names_and_links_are_no_images(own: Path, tmp_path: Path) -> None:
-    (tmp_path / "big").write_bytes(bytes(1 << 20))
-    (own / "disk0.qcow2").write_bytes(b"x")
-    (own / "diskx.qcow2").write_bytes(b"x")
-    (own / "disk1.qcow2").symlink_to(tmp_path / "big")
-    assert disk.top(own) == 1
-    assert disk.depth(own) == 2
-    assert disk.used_bytes(own) < 64 << 10
-
-
 def test_what_a_tool_left_is_taken_only_if_it_is_a_file(own: Path, tmp_path: Path) -> None:
     os.mkfifo(own / "layer-1")
     with pytest.raises(SandboxError, match="not a file"):

@@ -11,16 +11,17 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from sandyard.config import PathSettings, Settings
 from sandyard.errors import SandboxError
-from sandyard.runtimes.base import Rootfs, SandboxSpec
+from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.deltas import Delta, write_delta
-from sandyard.runtimes.microvm import commits, conf, disk
+from sandyard.runtimes.microvm import conf, disk, shortening
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.layout import Layout
@@ -34,9 +35,10 @@ from sandyard.runtimes.microvm.memory.restore import Restorer
 from sandyard.runtimes.microvm.memory.suspended import Suspended
 from sandyard.runtimes.microvm.memory.suspending import Suspending
 from sandyard.runtimes.microvm.record import save_below
+from tests.yard import needs_qemu
 
 FIT = Fit("tcg", "q35", "max", "7.2", "6.1", 1, 4, 16, False, "image", [])
-SPEC = SandboxSpec("one", Rootfs([]), hostname="box")
+SPEC = SandboxSpec("one", Rootfs([]), Resources(disk_mb=16), hostname="box")
 
 
 class Still(Host):
@@ -49,7 +51,8 @@ class Still(Host):
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     made = Still(Settings(paths=PathSettings(state=tmp_path / "state", run=tmp_path / "run")))
-    for path in (made.layout.home("one"), made.layout.memory("one"), made.layout.disk("one")):
+    layout = made.layout
+    for path in (layout.home("one"), layout.memory("one"), layout.disk("one"), layout.images, layout.keeps):
         path.mkdir(parents=True)
     made.layout.block("one").write_bytes(b"block image")
     return made
@@ -95,22 +98,33 @@ def test_the_layer_is_covered(tmp_path: Path, harm: Callable[[Path], None]) -> N
     assert image.load(name) == manifest
     checker.check(name, manifest)
     harm(name)
-    with pytest.raises(Unfit, match="one, the disk that its memory goes with, is not what was written"):
+    with pytest.raises(Unfit, match="one, of the disk that its memory goes with, is not what was written"):
         checker.check(name, manifest)
     name.unlink()
     with pytest.raises(Unfit, match="one is gone"):
         checker.check(name, manifest)
 
 
-def test_a_manifest_of_before_layers_were_covered(tmp_path: Path) -> None:
+@needs_qemu
+def test_memory_of_another_version_leaves_its_files(tmp_path: Path) -> None:
+    """Whatever else is otherwise, the files of a disk are found."""
     name = tmp_path / "one"
-    manifest = written(name)
-    record = {"format": image.FORMAT, **asdict(manifest)}
-    del record["disk"]
-    content = json.dumps(record).encode()
-    part(name, "memory").write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-    assert image.load(name) == manifest
-    Checker().check(name, image.load(name))
+    below, blank = part(name, "disk0"), part(name, "blank")
+    for path in (name, below):
+        disk.run(["qemu-img", "create", "-q", "-f", "qcow2", str(path), "1M"])
+    blank.write_bytes(bytes(1 << 20))
+    for record, found in (
+        ({**asdict(written(name)), "disk": "of its layer"}, [name]),
+        ({"format": 99, "disks": ["a", "b"], "blank": "c"}, [blank, below, name]),
+    ):
+        content = json.dumps({"format": 1, **record}).encode()
+        part(name, "memory").write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+        with pytest.raises(Unfit, match="another version"):
+            image.load(name)
+        assert image.chain_of(name) == found
+    below.unlink()
+    with pytest.raises(Unfit, match=r"one is not whole: one.disk0 is gone"):
+        image.chain_of(name)
 
 
 def test_a_half_goes_with_its_layer(tmp_path: Path) -> None:
@@ -181,45 +195,44 @@ async def test_what_is_to_last_is_synced_with_all_it_shares(
 
 
 def _asleep(host: Host) -> Suspended:
-    name = host.layout.memory("one") / "0"
+    """With a disk of two images, of which a snapshot has the lower one."""
+    name, disks = host.layout.memory("one") / "0", Disks(host.layout, SPEC)
     image.save(name, written(name), durable=False)
-    record = Suspended(SPEC, "0", 0)
+    disks.add()
+    disks.keep(0, ended=True)
+    disks.add()
+    for other in ("snapshot", "another"):
+        os.link(disks.kept / disk.image(0), disks.kept.parent / other)
+    record = Suspended(SPEC, "0", 1)
     suspended.save(host.layout, record)
     return record
 
 
-def _layer(size: int) -> Callable[..., Any]:
-    async def write(host: Host, spec: SandboxSpec, target: Path, number: int) -> int:
-        assert not image.exists(target)  # the layer is there before the manifest
-        await asyncio.to_thread(target.write_bytes, os.urandom(size))
-        return size
-
-    return write
-
-
-async def test_a_copy_of_a_suspended_one_is_counted_and_covered(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_qemu
+@pytest.mark.root
+async def test_a_copy_of_a_suspended_one_is_counted_and_covered(host: Host, tmp_path: Path) -> None:
     record, target = _asleep(host), tmp_path / "copy"
-    monkeypatch.setattr(commits, "commit_halted", _layer(100_000))
     suspending = Suspending(host, cast(Restorer, None))
     os.link(host.layout.memory("one") / "0.ram", tmp_path / "base.ram")  # that of a base, as nearly always
     size = await suspending.commit(record, target)
-    own = sum(part(target, what).stat().st_blocks * 512 for what in ("state", "pages0", "base", "memory"))
-    assert size == 100_000 + own
-    assert image.taken(target) == part(target, "memory").stat().st_blocks * 512  # all else has its other name
+    own = [target, *(part(target, what) for what in ("state", "pages0", "base", "memory"))]
+    assert size == sum(path.stat().st_blocks * 512 for path in own)
+    rest = [target, part(target, "memory")]
+    assert image.taken(target) == sum(path.stat().st_blocks * 512 for path in rest)  # all else has its other name
     manifest = image.load(target)
-    assert manifest.disk
+    assert (len(manifest.disks), bool(manifest.blank)) == (2, True)
     Checker().check(target, manifest)
+    assert Disks(host.layout, SPEC).depth() == 2  # as before, and nothing to be written to
     with pytest.raises(SandboxError, match="it is there already"):
         await suspending.commit(record, target)
     assert image.load(target) == manifest
 
 
+@needs_qemu
+@pytest.mark.root
 async def test_a_copy_that_fails_leaves_nothing(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, target = _asleep(host), tmp_path / "layers" / "copy"
     target.parent.mkdir()
-    monkeypatch.setattr(commits, "commit_halted", _layer(100))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -249,11 +262,15 @@ class _Waking:
 @pytest.fixture
 def asleep(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     _asleep(host)
-    for name in (disk.BLANK, disk.image(0)):
-        (host.layout.disk("one") / name).touch()
-    monkeypatch.setattr(disk, "above", lambda *_: None)
+
+    async def shallow(*_: object) -> None:
+        """What a guest is asked for then."""
+
+    monkeypatch.setattr(shortening, "begin", shallow)
 
 
+@needs_qemu
+@pytest.mark.root
 @pytest.mark.usefixtures("asleep")
 @pytest.mark.parametrize("fails", [False, True])
 async def test_that_one_was_woken_is_on_the_disk(host: Host, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
@@ -274,6 +291,8 @@ async def test_that_one_was_woken_is_on_the_disk(host: Host, monkeypatch: pytest
     assert suspended.ids(host.layout) == []
 
 
+@needs_qemu
+@pytest.mark.root
 @pytest.mark.usefixtures("asleep")
 async def test_a_wake_that_is_called_off_at_its_end_leaves_it_suspended(
     host: Host, monkeypatch: pytest.MonkeyPatch
@@ -291,7 +310,8 @@ async def test_a_wake_that_is_called_off_at_its_end_leaves_it_suspended(
     with pytest.raises(asyncio.CancelledError):
         await waking
     assert suspended.ids(host.layout) == ["one"]
-    assert suspended.load(host.layout, "one") == Suspended(SPEC, "0", 0)
+    assert suspended.load(host.layout, "one") == Suspended(SPEC, "0", 1)
+    assert Disks(host.layout, SPEC).top() == 2  # what a wake that follows removes
 
 
 def test_the_disk_of_a_configuration_is_of_no_size_a_vmm_says(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ async def test_a_snapshot_that_fails_leaves_nothing(
     monkeypatch.undo()
     assert await kit.output("hostname") == "goes"
     await instance.commit(layers / "one", memory=True)
-    assert image.load(layers / "one").disk
+    assert image.load(layers / "one").disks
 
 
 def _full(*_: object, **__: object) -> None:

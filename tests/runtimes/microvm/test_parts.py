@@ -17,6 +17,7 @@ from sandyard.runtimes.microvm.cpio import Cpio
 from sandyard.runtimes.microvm.images import sweep
 from sandyard.runtimes.microvm.machine import Drive, Machine
 from sandyard.runtimes.microvm.modules import Modules
+from sandyard.runtimes.microvm.qcow2 import Image
 from sandyard.runtimes.microvm.starting import split_layers
 
 SUBNET = IPv4Network("10.1.0.0/30")
@@ -104,13 +105,21 @@ def test_committed_layers_lie_above_directories(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_confined_and_can_be_restored() -> None:
-    disk = Drive("disk", Path("/vm/d"), "qcow2", writable=True)
+    below = [Image(Path("/shared/b"), "raw"), Image(Path("/shared/c"))]
+    disk = Drive("disk", Path("/vm/d"), "qcow2", writable=True, below=below)
     machine = Machine("qemu", "tcg", Path("k"), Path("i"), 256, 2, 7, 8, [disk], incoming=True)
     line = " ".join(machine.command())
     for part in ("-sandbox on,", "spawn=deny", "-nodefaults", "-incoming defer -S", "share=off", "q35,hpet=on"):
         assert part in line
     assert "-netdev" not in line
-    assert "driver=file,filename=/vm/d,node-name=file-disk,read-only=off,discard=unmap" in line
+    nodes = {node["node-name"]: node for node in disk.nodes()}
+    assert json.dumps(nodes["disk"]) in line
+    assert [name for name in nodes if not name.startswith("file-")] == ["disk-0", "disk-1", "disk"]
+    writes = [name for name, node in nodes.items() if not node["read-only"]]
+    assert writes == [name for name, node in nodes.items() if node.get("discard") == "unmap"] == ["file-disk", "disk"]
+    # What lies below is told in any case, and that nothing does.
+    assert [nodes[name].get("backing", "?") for name in ("disk-0", "disk-1", "disk")] == ["?", "disk-0", "disk-1"]
+    assert Drive("layer0", Path("/shared/l"), "qcow2").nodes()[-1]["backing"] is None
     quick = Machine("qemu", "kvm", Path("k"), Path("i"), 256, 1, 7, 8, [disk]).command()
     assert any(part.startswith("microvm,") for part in quick)
     assert any(part.startswith("virtio-blk-device,") for part in quick)

@@ -17,6 +17,7 @@ from sandyard.guest.client import LinkAgent, open_agent
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
@@ -73,6 +74,7 @@ class BringUp:
             return None
         if suspended.load(layout, sandbox_id) is not None:
             return None  # what still runs of it is nothing any more
+        await ended(self._sweep, record.spec)
         instance = self.hold(record.spec, record.pid)
         try:
             state = await instance.open_control(layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
@@ -85,6 +87,11 @@ class BringUp:
             raise
         self._host.instances[sandbox_id] = instance
         return instance
+
+    def _sweep(self, spec: SandboxSpec) -> None:
+        """Remove what an earlier server was at when it was killed."""
+        self._host.end_tools(spec.sandbox_id)
+        Disks(self._host.layout, spec).sweep()
 
     async def relink(self, instance: MicroVMInstance, choice: Choice) -> None:
         """A new link to an agent that was up before. Raises `CreateFailed`."""

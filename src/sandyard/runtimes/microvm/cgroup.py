@@ -19,6 +19,11 @@ class VmLimits:
     cpu: float
 
 
+def tool_group(sandbox_id: str) -> str:
+    """The group of a program that works on the disk of a sandbox; no sandbox's name has a dash."""
+    return f"{sandbox_id}-tool"
+
+
 def make_groups(cgroups: Cgroups, sandbox_id: str, limits: VmLimits) -> list[Path]:
     """The groups a VMM is to join. Raises `CreateFailed("limits")`; what was made then is for `Cgroups.remove`."""
     quota = max(1000, int(limits.cpu * _PERIOD))

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import structlog
-
-from sandyard.errors import SandboxError, SandyardError, Unsupported
+from sandyard.errors import SandyardError, Unsupported
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import ended, finish
-from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm import disk, shortening
+from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups, tool_group
+from sandyard.runtimes.microvm.disks import KEPT, LEFT, Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import STOP_TIMEOUT, MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN, run_confined
+from sandyard.runtimes.microvm.qcow2 import Image, nested
 from sandyard.runtimes.microvm.qmp import QmpError
 from sandyard.runtimes.microvm.starting import LAYER_FILES_MAX
 
-log = structlog.get_logger("sandyard.microvm")
-
 _TIMEOUT = 600.0
-_JOB = "shorten"
-_POLL = 0.02
+_TOOL = VmLimits(memory_bytes=512 << 20, cpu=1.0)
 
 
 async def commit(host: Host, instance: MicroVMInstance, target: Path, *, durable: bool) -> int:
@@ -36,8 +32,10 @@ async def commit(host: Host, instance: MicroVMInstance, target: Path, *, durable
     check_depth(spec)
     swap = await Swap.prepare(host, instance)
     await finish(_exchange(instance, swap))
+    # What a tool opens must not change under it: a header may name any file.
+    await ended(lambda: Disks(host.layout, spec).keep(swap.number, ended=False))
     size = await flatten(host, spec, swap.number, target, durable)
-    await shorten(host, instance)
+    await shortening.begin(host, instance)
     return size
 
 
@@ -47,7 +45,7 @@ async def commit_halted(host: Host, spec: SandboxSpec, target: Path, number: int
     home = host.layout.home(spec.sandbox_id)
     home.mkdir(mode=0o700, exist_ok=True)
     try:
-        number = disk.top(host.layout.disk(spec.sandbox_id)) if number is None else number
+        number = Disks(host.layout, spec).top() if number is None else number
         return await flatten(host, spec, number, target, True)
     finally:
         remove_tree(home)
@@ -72,11 +70,14 @@ class Swap:
     @classmethod
     async def prepare(cls, host: Host, instance: MicroVMInstance) -> Swap:
         """Make the image, which belongs to nobody yet. Raises `Unsupported`, `SandboxError`."""
-        own = host.layout.disk(instance.spec.sandbox_id)
-        number = disk.top(own)
-        size = (own / disk.BLANK).stat().st_size
-        path = await ended(disk.above, own, disk.image(number), "qcow2", size, number + 1)
-        return cls(instance, number, path)
+        await shortening.settle(host, instance)
+
+        def make() -> Swap:
+            disks = Disks(host.layout, instance.spec)
+            disks.sweep()
+            return cls(instance, disks.top(), disks.add())
+
+        return await ended(make)
 
     def drop(self) -> None:
         """It is not needed."""
@@ -86,7 +87,7 @@ class Swap:
         """Nothing may be on its way to the disk. Raises `SandboxError`: the image is gone then where QEMU refused it.
         Else QEMU may still come to write to it, so it stays; empty it reads as what lies below."""
         try:
-            writing = await _writing(self.instance)
+            writing = await self.instance.disk_node()
         except BaseException:
             self.drop()
             raise
@@ -121,48 +122,25 @@ async def _exchange(instance: MicroVMInstance, swap: Swap) -> None:
                 await instance.agent.freeze(False)
 
 
-async def shorten(host: Host, instance: MicroVMInstance) -> None:
-    """Let the guest's disk be one image again where it has become a long chain of them; the guest goes on meanwhile.
-    Where that fails it stays a chain, and is tried again the next time."""
-    own = host.layout.disk(instance.spec.sandbox_id)
-    if await ended(disk.depth, own) < disk.DEEPEST:
-        return
-    number = disk.top(own)
-    try:
-        await instance.control.execute("block-stream", {"job-id": _JOB, "device": await _writing(instance)})
-        async with asyncio.timeout(_TIMEOUT):
-            while True:
-                if not await instance.control.execute("query-block-jobs"):  # done, it is none any more
-                    break
-                await asyncio.sleep(_POLL)
-        for each in await instance.control.execute("query-block"):
-            if _is_disk(each) and each["inserted"].get("backing_file_depth") == 0:
-                await ended(disk.keep_only, own, number)
-    except (SandboxError, TimeoutError) as error:
-        log.warning("the images of a sandbox stay a chain", sandbox=instance.spec.sandbox_id, error=str(error))
-
-
-def _is_disk(block: Mapping[str, Any]) -> bool:
-    return "dev-disk" in str(block.get("qdev", ""))
-
-
-async def _writing(instance: MicroVMInstance) -> str:
-    """The name QEMU has for the image the guest writes to."""
-    for each in await instance.control.execute("query-block"):
-        if _is_disk(each):
-            return str(each["inserted"]["node-name"])
-    raise SandboxError(f"sandbox {instance.spec.sandbox_id}: its VMM has no disk")
-
-
 async def flatten(host: Host, spec: SandboxSpec, number: int, target: Path, durable: bool) -> int:
-    """Write image `number` of a sandbox and all below it as the layer `target`; its bytes. Raises `SandboxError`."""
-    own = host.layout.disk(spec.sandbox_id)
-    scratch = own / f"layer-{secrets.token_hex(4)}"
-    plan = host.starter.plan(spec, (), {})
-    source, made = str(OWN / disk.image(number)), str(OWN / scratch.name)
-    command = ["qemu-img", "convert", "-U", "-O", "qcow2", source, made]
+    """Write image `number` of a sandbox, which no VMM writes to, and all below it as the layer `target`; its bytes.
+    Raises `SandboxError`."""
+    disks = Disks(host.layout, spec)
+    scratch = disks.own / f"{LEFT}{secrets.token_hex(4)}"
     try:
-        await ended(run_confined, plan, command, _TIMEOUT)
+        images = await ended(disks.images, number)
+        await ended(_convert, host, spec, images, OWN / scratch.name)
         return await ended(disk.take, scratch, target, durable)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _convert(host: Host, spec: SandboxSpec, images: Sequence[Image], made: Path) -> None:
+    sandbox_id = spec.sandbox_id
+    host.end_tools(sandbox_id)
+    try:
+        groups = make_groups(host.cgroups, tool_group(sandbox_id), _TOOL)
+        plan = host.starter.plan(spec, groups, {KEPT: host.layout.kept(sandbox_id)}, tool=True)
+        run_confined(plan, ["qemu-img", "convert", "-U", "-O", "qcow2", nested(images), str(made)], _TIMEOUT)
+    finally:
+        host.end_tools(sandbox_id)

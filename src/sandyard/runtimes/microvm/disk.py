@@ -1,25 +1,25 @@
-"""The disk of a sandbox: a qcow2 image above a blank one of its size, and chains of them."""
+"""The files that disks of sandboxes are made of: blank ones, images above others, copies that nobody can change."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
-import re
 import secrets
-import stat
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sandyard.errors import SandboxError
+from sandyard.runtimes.deltas.extents import extents
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.microvm.qcow2 import opened
 
 _MIB = 1 << 20
 BLANK = "blank.img"
-DEEPEST = 8  # images of one sandbox: then they are made one
 _JOURNAL_MB = 8
 _TIMEOUT = 600.0
-_IMAGE = re.compile(r"disk[0-9]{1,9}\.qcow2")
+_CHUNK = 64 << 10  # a cluster
 
 
 def blank(store: Path, size_mb: int) -> Path:
@@ -46,18 +46,9 @@ def blank(store: Path, size_mb: int) -> Path:
     return path
 
 
-def first(home: Path, empty: Path) -> Path:
-    """The image that a new sandbox writes to, in its directory `home`. Blocking. Raises `SandboxError`."""
-    try:
-        os.link(empty, home / BLANK)
-    except OSError as error:
-        raise SandboxError(f"disk in {home}: {error.strerror}") from error
-    return above(home, BLANK, "raw", empty.stat().st_size, 0)
-
-
 def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
-    """Image `number` of a sandbox, above `backing`, a name in the same directory: so the chain is the same
-    wherever the directory is seen. Blocking."""
+    """Image `number` of a sandbox, above what has the name `backing`: nobody goes by that name, but that there is one
+    says that the image does not stand for itself. Blocking."""
     path, scratch = home / image(number), home.with_name(f".{home.name}-{secrets.token_hex(4)}")
     owner = home.stat()
     try:
@@ -77,31 +68,13 @@ def image(number: int) -> str:
     return f"disk{number}.qcow2"
 
 
-def top(home: Path) -> int:
-    """The number of the image that is written to."""
-    return max(int(path.stem.removeprefix("disk")) for path in _images(home))
-
-
-def depth(home: Path) -> int:
-    return len(_images(home))
-
-
-def keep_only(home: Path, number: int) -> None:
-    """Remove the images below, which nothing needs any more."""
-    for path in _images(home):
-        if path.name != image(number):
-            path.unlink()
-
-
 def take(scratch: Path, target: Path, durable: bool) -> int:
-    """Make what a confined tool wrote an immutable layer at `target`, a new name; its bytes on the host's disk.
+    """Make what a confined tool wrote, or a VMM that has ended, an immutable file at `target`, a new name; its bytes
+    on the host's disk.
 
     Blocking. Raises `SandboxError`, with nothing at `target`."""
     try:
-        descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise SandboxError(f"commit to {target}: {scratch.name} is not a file")
+        with opened(scratch) as descriptor:
             os.fchown(descriptor, 0, 0)
             os.fchmod(descriptor, 0o444)
             if durable:
@@ -110,18 +83,55 @@ def take(scratch: Path, target: Path, durable: bool) -> int:
             os.link(f"/proc/self/fd/{descriptor}", target, src_dir_fd=descriptor)
             if durable:
                 sync(target.parent)
-            return os.fstat(file.fileno()).st_blocks * 512
+            return os.fstat(descriptor).st_blocks * 512
     except OSError as error:
         raise SandboxError(f"commit to {target}: {error.strerror}") from error
 
 
-def used_bytes(home: Path) -> int:
-    """What the chain of a sandbox takes on the host's disk."""
-    return sum(path.lstat().st_blocks * 512 for path in _images(home))
+def copy(source: Path, target: Path, most: int) -> str:
+    """Write what a VMM has written, and may still write to, to the new file `target`, which nobody can change; its
+    digest. Only what is not zero is written; more than `most` bytes of that are no disk.
+
+    Blocking. Raises `SandboxError`, `OSError`; what is at `target` then is half."""
+    with opened(source) as descriptor, open(target, "xb", buffering=0) as file:
+        state, size, written = _state(), os.fstat(descriptor).st_size, 0
+        if size > 4 * most:
+            raise SandboxError(f"{source.name} has {size} bytes: it is no image of a disk")
+        os.ftruncate(file.fileno(), size)
+        for at, data in _chunks(descriptor, size):
+            written += len(data)
+            if written > most:
+                raise SandboxError(f"{source.name} has more than {most} bytes: it is no image of a disk")
+            state.update(b"%d:" % at + data)
+            os.pwrite(file.fileno(), data, at)
+        os.fchmod(file.fileno(), 0o444)
+        state.update(b"%d" % size)
+        return state.hexdigest()
 
 
-def _images(home: Path) -> list[Path]:
-    return [path for path in home.glob("disk*.qcow2") if _IMAGE.fullmatch(path.name)]
+def digest(path: Path) -> str:
+    """The same for files of the same content, whatever of it is a hole. Blocking. Raises `OSError`."""
+    with open(path, "rb", buffering=0) as file:
+        state, size = _state(), os.fstat(file.fileno()).st_size
+        for at, data in _chunks(file.fileno(), size):
+            state.update(b"%d:" % at + data)
+        state.update(b"%d" % size)
+        return state.hexdigest()
+
+
+def _state() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _chunks(descriptor: int, size: int) -> Iterator[tuple[int, bytes]]:
+    """What is not zero, as pieces that do not depend on where the file has holes."""
+    zero, done = bytes(_CHUNK), 0
+    for begin, end in extents(descriptor):
+        for at in range(max(done, begin // _CHUNK * _CHUNK), min(end, size), _CHUNK):
+            data = os.pread(descriptor, min(_CHUNK, size - at), at)
+            done = at + _CHUNK
+            if data and data != zero[: len(data)]:
+                yield at, data
 
 
 def run(command: Sequence[str]) -> str:

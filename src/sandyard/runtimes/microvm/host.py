@@ -15,6 +15,7 @@ from sandyard.config import Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.layout import remove_tree
+from sandyard.runtimes.microvm.cgroup import tool_group
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import last_lines
 from sandyard.runtimes.microvm.layout import Layout
@@ -33,6 +34,7 @@ class Host:
         self.settings = settings
         self.layout = Layout.of(settings)
         self.instances: dict[str, MicroVMInstance] = {}
+        self.background: dict[str, asyncio.Task[None]] = {}  # what is done to disks, by sandbox id
         self._cgroups: Cgroups | None = None
 
     @property
@@ -52,21 +54,21 @@ class Host:
     def ids(self) -> set[str]:
         """Of everything that is there, whole or not."""
         found = self.cgroups.ids()
-        for parent in (self.layout.homes, self.layout.disks, self.layout.memories):
+        for parent in (self.layout.homes, self.layout.disks, self.layout.memories, self.layout.keeps):
             if parent.is_dir():
                 found.update(entry.name for entry in os.scandir(parent))
         return {name for name in found if ID.fullmatch(name)}
 
     def known(self, sandbox_id: str) -> bool:
         layout = self.layout
-        return any(path(sandbox_id).exists() for path in (layout.home, layout.disk, layout.memory))
+        return any(path(sandbox_id).exists() for path in (layout.home, layout.disk, layout.memory, layout.kept))
 
     async def remove(self, sandbox_id: str) -> None:
         """`end`, and its disk and memory go too. Raises `SandboxError` naming what stays."""
         await self.end(sandbox_id)
         try:
-            for path in (self.layout.memory(sandbox_id), self.layout.disk(sandbox_id)):
-                await asyncio.to_thread(remove_tree, path)
+            for path in (self.layout.memory, self.layout.disk, self.layout.kept):
+                await asyncio.to_thread(remove_tree, path(sandbox_id))
             await asyncio.to_thread(forget_halted, self.layout.disk(sandbox_id))
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: its disk does not go: {error}") from error
@@ -77,12 +79,14 @@ class Host:
         instance = self.instances.get(sandbox_id)
         if instance is not None:
             instance.kill()
+            await self._call_off(sandbox_id)
             with suppress(TimeoutError):  # `clear` kills harder, and says what stays
                 await asyncio.wait_for(instance.wait_dead(), _DESTROY_TIMEOUT / 2)
             await instance.release()
             self.instances.pop(sandbox_id, None)  # it hears of nothing any more: a second try has to do without
 
         def clear() -> None:
+            self.end_tools(sandbox_id)
             record = load_running(self.layout.home(sandbox_id))
             if record is not None:
                 _end_child(record.pid, sandbox_id)
@@ -95,8 +99,23 @@ class Host:
         except OSError as error:
             raise SandboxError(f"sandbox {sandbox_id}: files do not go: {error}") from error
 
+    async def _call_off(self, sandbox_id: str) -> None:
+        """What is done in the background is left as it is; a later server goes on from there."""
+        task = self.background.get(sandbox_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))
+
+    def end_tools(self, sandbox_id: str) -> None:
+        """End what a server that was killed left at work on the disk of a sandbox. Blocking. Raises `SandboxError`."""
+        deadline = time.monotonic() + _DESTROY_TIMEOUT
+        self.cgroups.kill(tool_group(sandbox_id), deadline)
+        self.cgroups.remove(tool_group(sandbox_id), deadline)
+
     async def close(self) -> None:
         """Let go of the instances; they go on living."""
+        for sandbox_id in list(self.background):
+            await self._call_off(sandbox_id)
         for instance in self.instances.values():
             await instance.release()
         self.instances.clear()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sandyard.errors import AgentLinkError, DeathReason, SandboxError
 from sandyard.guest.client import LinkAgent
 from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
-from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.qmp import Qmp, QmpError
 from sandyard.runtimes.microvm.stall import STALLED, Stall
 
@@ -79,6 +79,13 @@ class MicroVMInstance(Instance):
             if "dev-disk" in str(each.get("qdev", "")):
                 await self.control.execute("block_set_io_throttle", {"id": each["qdev"], **rate})
 
+    async def disk_node(self) -> str:
+        """The name QEMU has for the image the guest writes to. Raises `SandboxError`."""
+        for each in await self.control.execute("query-block"):
+            if "dev-disk" in str(each.get("qdev", "")):
+                return str(each["inserted"]["node-name"])
+        raise SandboxError(f"sandbox {self.spec.sandbox_id}: its VMM has no disk")
+
     async def replace_agent(self, open_link: Callable[[], Awaitable[LinkAgent]]) -> None:
         """Close the old link, then take a new one: a port serves one at a time."""
         old, self._agent = self._agent, None
@@ -107,10 +114,9 @@ class MicroVMInstance(Instance):
 
     async def usage(self) -> Usage:
         """Memory, disk and processes as the guest's kernel counts them, CPU as the host's does."""
-        home = self._host.layout.disk(self.spec.sandbox_id)
         host = await asyncio.to_thread(self._host.cgroups.read, self.spec.sandbox_id)
         if self.paused:
-            taken = await asyncio.to_thread(disk.used_bytes, home)
+            taken = await asyncio.to_thread(Disks(self._host.layout, self.spec).used_bytes)
             return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
         use = await self.agent.use()
         return Usage(use.memory, use.cache, host.cpu_seconds, use.disk, use.pids, use.oom_kills)

@@ -27,8 +27,8 @@ _LOG_LOOKS, _LOG_PAUSE = 4, 0.01
 OWN = Path("/vm")
 SHARED = Path("/shared")
 # $1 the VMM's directory, $2 user, $3 the device of the accelerator or nothing, $4 the address of the host's end
-# of its interface or nothing, then groups up to `--`, then pairs of a host's file and its name below /shared
-# up to `--`, then the command.
+# of its interface or nothing, then groups up to `--`, then pairs of a host's file or directory and its name below
+# /shared up to `--`, then the command.
 _SCRIPT = """
 set -e
 own=$1 user=$2 device=$3 gate=$4
@@ -60,7 +60,7 @@ for name in $device; do  # a node of its own: the host's may be for root only
     chown $user $root/dev/$name
 done
 while [ "$1" != -- ]; do
-    : > "$root/shared/$2"
+    if [ -d "$1" ]; then mkdir "$root/shared/$2"; else : > "$root/shared/$2"; fi
     mount --bind "$1" "$root/shared/$2"
     mount -o remount,bind,ro "$root/shared/$2"
     shift 2
@@ -75,7 +75,7 @@ exec chroot --userspec="$user:$user" --groups="$user" $root "$@"
 
 @dataclass(frozen=True, slots=True)
 class VmStart:
-    """`shared` maps names below `/shared` to files of the host; `network` is a namespace to be in."""
+    """`shared` maps names below `/shared` to files and directories of the host; `network` is a namespace to be in."""
 
     own: Path
     uid: int

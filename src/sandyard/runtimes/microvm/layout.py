@@ -46,6 +46,11 @@ class Layout:
         return self.assets / "memory"
 
     @property
+    def keeps(self) -> Path:
+        """Of sandboxes: what their VMMs may read, and not change."""
+        return self.assets / "kept"
+
+    @property
     def bases(self) -> Path:
         return self.assets / "bases"
 
@@ -65,6 +70,9 @@ class Layout:
 
     def memory(self, sandbox_id: str) -> Path:
         return self.memories / sandbox_id
+
+    def kept(self, sandbox_id: str) -> Path:
+        return self.keeps / sandbox_id
 
     def block(self, sandbox_id: str) -> Path:
         """The block image of its template that its guest has, whatever becomes of the template."""
@@ -86,7 +94,7 @@ class Layout:
         if len(os.fsencode(self.agent_socket("x" * _ID_LENGTH))) > _SOCKET_LIMIT:
             raise HostError(f"paths.run {self.run} is too long for Unix sockets", remedy="set a shorter paths.run")
         try:
-            for path in (self.homes, self.assets, self.images, self.disks, self.memories, self.bases):
+            for path in (self.homes, self.assets, self.images, self.disks, self.memories, self.keeps, self.bases):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise HostError(f"paths: {error}", remedy="run as root or set paths.run and paths.state") from error

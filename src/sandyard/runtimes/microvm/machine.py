@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from sandyard.runtimes.microvm.qcow2 import Format, Image
 
 TAP = "tap0"
 Accel = Literal["kvm", "tcg"]
@@ -29,12 +32,32 @@ def cpu_model(accel: Accel) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Drive:
-    """A disk of the guest, which knows it by its serial. `path` is as the VMM sees it."""
+    """A disk of the guest, which knows it by its serial. `path` is as the VMM sees it; `below`: what it lies above,
+    the lowest first."""
 
     serial: str
     path: Path
-    format: Literal["raw", "qcow2"]
+    format: Format
     writable: bool = False
+    below: Sequence[Image] = ()
+
+    def nodes(self) -> Sequence[dict[str, Any]]:
+        """As QEMU is told of them; the last has the name of the serial. What lies below is always said: a VMM may have
+        written anything into a header."""
+        found: list[dict[str, Any]] = []
+        name: str | None = None
+        for number, image in enumerate([*self.below, Image(self.path, self.format)]):
+            top = number == len(self.below)
+            below, name = name, self.serial if top else f"{self.serial}-{number}"
+            common = {"read-only": not (top and self.writable), "cache": {"direct": False, "no-flush": False}}
+            if top and self.writable:
+                common["discard"] = "unmap"
+            file = {"driver": "file", "filename": str(image.path), "node-name": f"file-{name}", **common}
+            node = {"driver": image.format, "node-name": name, "file": f"file-{name}", **common}
+            if top and self.writable:
+                node["detect-zeroes"] = "unmap"
+            found += [file, node | ({"backing": below} if image.format == "qcow2" else {})]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +122,9 @@ class Machine:
         return f"console=ttyS0 quiet panic=-1 rdinit=/sandyard-agent random.trust_cpu=on {quick}".strip()
 
     def _drive(self, drive: Drive) -> Sequence[str]:
-        access = "read-only=off,discard=unmap,detect-zeroes=unmap" if drive.writable else "read-only=on"
-        cache = "cache.direct=off,cache.no-flush=off"
-        file = f"driver=file,filename={drive.path},node-name=file-{drive.serial},{access.partition(',detect')[0]}"
-        node = f"driver={drive.format},node-name={drive.serial},file=file-{drive.serial},{access},{cache}"
         device = f"virtio-blk-{self._bus},drive={drive.serial},serial={drive.serial},id=dev-{drive.serial}"
-        return ("-blockdev", f"{file},{cache}", "-blockdev", node, "-device", device)
+        nodes = (part for node in drive.nodes() for part in ("-blockdev", json.dumps(node)))
+        return (*nodes, "-device", device)
 
     def _network(self) -> Sequence[str]:
         if not self.tap:

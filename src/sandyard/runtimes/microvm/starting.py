@@ -12,17 +12,21 @@ from sandyard.config import Settings
 from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.container.cgroups import Cgroups
-from sandyard.runtimes.microvm import conf, disk
+from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.disks import KEPT, Disks
 from sandyard.runtimes.microvm.images import image_of
-from sandyard.runtimes.microvm.launch import OWN, SHARED, VmStart, listen, start_vmm
+from sandyard.runtimes.microvm.launch import SHARED, VmStart, listen, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Drive, Machine
+from sandyard.runtimes.microvm.memory.image import chain_of, is_blank
+from sandyard.runtimes.microvm.qcow2 import Image
 from sandyard.runtimes.microvm.record import save_below, save_running
 
 LAYER_FILES_MAX = 16
-_CONF = "conf.img"
+CONF = "conf.img"
+_CONF_DRIVE = Drive("conf", SHARED / KEPT / CONF, "raw")
 
 
 class Starter:
@@ -39,9 +43,8 @@ class Starter:
 
         Raises `CreateFailed` naming the stage; what was made until then is left for `destroy`."""
         directories, files = split_layers(spec.rootfs.layers)
-        layout, own, block = self._layout, self._layout.disk(spec.sandbox_id), self._layout.block(spec.sandbox_id)
+        layout, disks, block = self._layout, Disks(self._layout, spec), self._layout.block(spec.sandbox_id)
         base = image_of(directories, layout.images, layout.uid_base)
-        shared = {"base": block, **{f"layer{number}": path for number, path in enumerate(files)}}
         try:
             block.parent.mkdir(mode=0o700, exist_ok=True)
             block.unlink(missing_ok=True)
@@ -49,13 +52,18 @@ class Starter:
             content = conf.configuration(spec, len(files), self._settings.network.subnet, used=used)
             if not used:
                 self.make_own(spec.sandbox_id)
-                disk.first(own, disk.blank(layout.images, spec.resources.disk_mb))
-            self._write(own / _CONF, content)
+            disks.prepare()
+            disks.sweep()
+            disks.prune(ended=True)
+            if not disks.writable():
+                disks.add()
+            self._write(disks.kept / CONF, content)
+            drives, shared = self._drives(spec, files)
         except (SandboxError, OSError) as error:
             raise CreateFailed("disk", str(error)) from error
         except ValueError as error:
             raise CreateFailed("spec", str(error)) from error
-        return self._run(choice, spec, _drives(own, files), shared, tap or spec.network is not None)
+        return self._run(choice, spec, drives, shared, tap or spec.network is not None)
 
     def start_incoming(
         self, choice: Choice, spec: SandboxSpec, memory: str, blank_conf: int, descriptors: Sequence[int]
@@ -66,17 +74,21 @@ class Starter:
 
         Raises `CreateFailed`; what was made until then is left."""
         _, files = split_layers(spec.rootfs.layers)
-        own, block = self._layout.disk(spec.sandbox_id), self._layout.block(spec.sandbox_id)
-        shared = {"base": block, **{f"layer{number}": path for number, path in enumerate(files)}}
-        self._write(own / _CONF, bytes(blank_conf))
-        return self._run(choice, spec, _drives(own, files), shared, spec.network is not None, memory, descriptors)
+        try:
+            self._write(self._layout.kept(spec.sandbox_id) / CONF, bytes(blank_conf))
+            drives, shared = self._drives(spec, files)
+        except (SandboxError, OSError) as error:
+            raise CreateFailed("disk", str(error)) from error
+        return self._run(choice, spec, drives, shared, spec.network is not None, memory, descriptors)
 
     def start_probe(self, choice: Choice, sandbox_id: str, layer: Path) -> int:
         """Start a guest that mounts nothing and answers; its pid."""
         self.make_own(sandbox_id)
-        self._write(self._layout.disk(sandbox_id) / _CONF, conf.PROBE)
         spec = SandboxSpec(sandbox_id, Rootfs([layer]), Resources(memory_mb=64))
-        return self._run(choice, spec, [Drive("conf", OWN / _CONF, "raw")], {}, False)
+        disks = Disks(self._layout, spec)
+        disks.prepare()
+        self._write(disks.kept / CONF, conf.PROBE)
+        return self._run(choice, spec, [_CONF_DRIVE], {KEPT: disks.kept}, False)
 
     def plan(
         self,
@@ -86,17 +98,18 @@ class Starter:
         device: str = "",
         *,
         tap: bool = False,
+        tool: bool = False,
     ) -> VmStart:
-        """What a process of this sandbox on the host is confined to."""
+        """What a process of this sandbox on the host is confined to. `tool`: it is not its VMM."""
         sandbox_id, subnet = spec.sandbox_id, self._settings.network.subnet
         return VmStart(
             own=self._layout.disk(sandbox_id),
             uid=self._layout.uid(sandbox_id),
             groups=groups,
             shared=shared,
-            log=self._layout.home(sandbox_id) / ("vmm.log" if groups else "tool.log"),
+            log=self._layout.home(sandbox_id) / ("tool.log" if tool else "vmm.log"),
             device=device,
-            network=spec.network if groups else None,  # a tool needs none
+            network=None if tool else spec.network,  # a tool needs none
             gate=f"{subnet[1]}/{subnet.prefixlen}" if tap else "",
         )
 
@@ -112,6 +125,23 @@ class Starter:
             os.chown(own, uid, uid)
         except OSError as error:
             raise CreateFailed("disk", f"{own}: {error.strerror}") from error
+
+    def _drives(self, spec: SandboxSpec, files: Sequence[Path]) -> tuple[list[Drive], dict[str, Path]]:
+        """Of a guest on its disk and the committed layers `files`; and what its VMM gets to see of the host's files.
+        Raises `SandboxError`."""
+        disks = Disks(self._layout, spec)
+        *below, top = disks.images()
+        shared = {"base": self._layout.block(spec.sandbox_id), KEPT: disks.kept}
+        drives = [_CONF_DRIVE, Drive("base", SHARED / "base", "raw")]
+        drives.append(Drive("disk", top.path, "qcow2", writable=True, below=below))
+        for number, layer in enumerate(files):
+            images = []
+            for place, path in enumerate(chain_of(layer)):
+                name = f"layer{number}-{place}"
+                shared[name] = path
+                images.append(Image(SHARED / name, "raw" if is_blank(path, layer) else "qcow2"))
+            drives.append(Drive(f"layer{number}", images[-1].path, "qcow2", below=images[:-1]))
+        return drives, shared
 
     @staticmethod
     def _write(path: Path, content: bytes) -> None:
@@ -165,12 +195,6 @@ class Starter:
 
 def vcpus(spec: SandboxSpec) -> int:
     return max(1, math.ceil(spec.resources.cpu))
-
-
-def _drives(own: Path, files: Sequence[Path]) -> list[Drive]:
-    drives = [Drive("conf", OWN / _CONF, "raw"), Drive("base", SHARED / "base", "raw")]
-    drives.append(Drive("disk", OWN / disk.image(disk.top(own)), "qcow2", writable=True))
-    return drives + [Drive(f"layer{number}", SHARED / f"layer{number}", "qcow2") for number in range(len(files))]
 
 
 def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from sandyard.errors import SandboxError
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import Checker
+from sandyard.runtimes.microvm.qcow2 import Image, nested
 
 _MAGIC = b"QFI\xfb"  # of a qcow2 image
 
@@ -25,14 +26,24 @@ def problem_of(layer: Path, *, deep: bool) -> str | None:
     try:
         if image.exists(layer):
             _memory(layer, deep=deep)
+        disks = image.chain_of(layer)
     except SandboxError as error:
         return error.message
     tool = shutil.which("qemu-img")
     if not deep or tool is None:
         return None
-    done = subprocess.run([tool, "check", "-q", "-U", "-f", "qcow2", str(layer)], capture_output=True, text=True)
+    for path in disks:
+        if not image.is_blank(path, layer) and (said := _check(tool, path)):
+            return f"qemu-img check of {path.name}: {said}"
+    return None
+
+
+def _check(tool: str, path: Path) -> str:
+    """Each image for itself: what its header says of others is not followed."""
+    command = [tool, "check", "-q", "-U", nested([Image(path)])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return f"qemu-img check: {' '.join(said[-2:])}" if done.returncode else None
+    return (" ".join(said[-2:]) or f"it ended with {done.returncode}") if done.returncode else ""
 
 
 def _memory(layer: Path, *, deep: bool) -> None:

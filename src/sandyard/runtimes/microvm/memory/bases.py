@@ -21,17 +21,19 @@ from sandyard.guest.shell import BASH
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import ended, finish
-from sandyard.runtimes.microvm import commits, conf
+from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.capture import Capture
-from sandyard.runtimes.microvm.memory.checking import seal
 from sandyard.runtimes.microvm.memory.fitting import block_of, fit_of
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.restore import Restorer
+from sandyard.runtimes.microvm.memory.sharing import share
+from sandyard.runtimes.microvm.starting import CONF
 
 KEPT = 8
 """How many bases without a sandbox stay, those used last."""
@@ -96,11 +98,11 @@ class Bases:
             await _warm(instance)
             await instance.stand_still()
             await capture.take()
-            conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
+            conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)
             manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
             await self._host.end(spec.sandbox_id)
-            await commits.commit_halted(self._host, spec, name)
-            sealed = await ended(lambda: seal(name, manifest, durable=True))
+            top = await ended(Disks(self._host.layout, spec).top)
+            sealed = await share(self._host, spec, top, name, manifest, halted=True, durable=True)
             await ended(self._restorer.trust, name, sealed)
         except SandboxError as error:
             raise CreateFailed("base", error.message) from error

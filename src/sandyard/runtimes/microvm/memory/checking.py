@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sandyard.runtimes.deltas import Delta, DeltaDamaged
 from sandyard.runtimes.deltas.extents import extents
+from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, pages_of, part
 
@@ -41,16 +42,10 @@ def digest_ram(path: Path) -> dict[str, str]:
         return found
 
 
-def digest_disk(path: Path) -> str:
-    """Raises `OSError`."""
-    with open(path, "rb", buffering=0) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
 def seal(name: Path, manifest: Manifest, *, durable: bool) -> Manifest:
-    """Save the manifest of an image of which all is there, with the digest of its layer too. Blocking. Raises
-    `OSError`."""
-    sealed = replace(manifest, disk=digest_disk(name))
+    """Save the manifest of an image of which all is there, with the digest of its layer, which is all of its disk.
+    Blocking. Raises `OSError`."""
+    sealed = replace(manifest, disks=[disk.digest(name)], blank="")
     image.save(name, sealed, durable=durable)
     return sealed
 
@@ -98,8 +93,9 @@ def _files(name: Path, manifest: Manifest) -> Iterator[tuple[Path, str, Callable
     yield part(name, "ram"), ram, partial(_check_ram, manifest=manifest)
     for path, digest in zip(pages_of(name, manifest), manifest.pages, strict=True):
         yield path, digest, partial(_check_pages, digest=digest, size=manifest.ram_bytes)
-    if manifest.disk:
-        yield name, manifest.disk, partial(_check_disk, digest=manifest.disk)
+    disks = image.disks_of(name, len(manifest.disks), blank=bool(manifest.blank))
+    for path, digest in zip(disks, [*([manifest.blank] if manifest.blank else []), *manifest.disks], strict=True):
+        yield path, digest, partial(_check_disk, digest=digest)
 
 
 def _check_state(path: Path, digest: str) -> None:
@@ -108,8 +104,8 @@ def _check_state(path: Path, digest: str) -> None:
 
 
 def _check_disk(path: Path, digest: str) -> None:
-    if digest_disk(path) != digest:
-        raise Unfit(f"{path}, the disk that its memory goes with, is not what was written")
+    if disk.digest(path) != digest:
+        raise Unfit(f"{path}, of the disk that its memory goes with, is not what was written")
 
 
 def _check_ram(path: Path, manifest: Manifest) -> None:

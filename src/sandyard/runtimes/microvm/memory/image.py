@@ -5,6 +5,9 @@ It belongs to a layer (or whatever has its name) and lies beside it: `NAME.ram` 
 image of the template, `NAME.memory` the manifest, written last, also after the layer itself. RAM, pages and block
 image are shared with the image that this one was made above, as further names of the same files: so images do not
 need each other, nor a template that is as it was, and copies of both share the host's cache.
+
+So it is with the disk: the layer itself is the uppermost of its images, `NAME.disk0` and so on lie below, the lowest
+first, and `NAME.blank` below all, unless the lowest stands for itself.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from typing import Any
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.microvm.qcow2 import header_of
 
-FORMAT = 1
+FORMAT = 2
 _WHATS = ("ram", "base", "state")
 _WORDS = {
     "accel": "accelerator",
@@ -68,8 +72,9 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`ram`: digests of its chunks of 1 MiB that have data, by number; `pages`: those of the deltas' footers; `disk`:
-    that of the layer; empty for a suspended sandbox, whose disk is its own, and in older manifests."""
+    """`ram`: digests of its chunks of 1 MiB that have data, by number; `pages`: those of the deltas' footers; `disks`:
+    those of the disk's images, the lowest first, of which the last is the layer; none for a suspended sandbox, whose
+    disk is its own; `blank`: that of what lies below them, if anything does."""
 
     fit: Fit
     hostname: str
@@ -77,7 +82,8 @@ class Manifest:
     state: str
     ram: Mapping[str, str]
     pages: Sequence[str]
-    disk: str = ""
+    disks: Sequence[str] = ()
+    blank: str = ""
 
     @property
     def ram_bytes(self) -> int:
@@ -96,9 +102,39 @@ def pages_of(name: Path, manifest: Manifest) -> Sequence[Path]:
     return [part(name, f"pages{number}") for number in range(len(manifest.pages))]
 
 
+def disks_of(name: Path, count: int, *, blank: bool) -> Sequence[Path]:
+    """The files of a disk of `count` images, the lowest first."""
+    below = [part(name, f"disk{number}") for number in range(count - 1)]
+    return [*([part(name, "blank")] if blank else []), *below, *([name] if count else [])]
+
+
 def parts_of(name: Path, manifest: Manifest) -> Sequence[Path]:
-    """All that lies beside the layer, but for the manifest."""
-    return [*(part(name, what) for what in _WHATS), *pages_of(name, manifest)]
+    """All that it consists of, but for the manifest."""
+    disks = disks_of(name, len(manifest.disks), blank=bool(manifest.blank))
+    return [*(part(name, what) for what in _WHATS), *pages_of(name, manifest), *disks]
+
+
+def chain_of(layer: Path) -> Sequence[Path]:
+    """The files of a committed layer's disk, the lowest first, also where its memory is of another version. Raises
+    `SandboxError` where it is not whole."""
+    try:
+        record = json.loads(part(layer, "memory").read_bytes().partition(b"\n")[2])
+        count, blank = len(record.get("disks", ())) or 1, bool(record.get("blank"))
+    except FileNotFoundError:
+        count, blank = 1, False
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise Unfit(f"{part(layer, 'memory')} cannot be read: {error}") from error
+    found = disks_of(layer, count, blank=blank)
+    for path in found:
+        if not path.is_file():
+            raise Unfit(f"the disk of {layer.name} is not whole: {path.name} is gone")
+        if not is_blank(path, layer):
+            header_of(path)
+    return found
+
+
+def is_blank(path: Path, layer: Path) -> bool:
+    return path == part(layer, "blank")
 
 
 def exists(name: Path) -> bool:
@@ -164,7 +200,12 @@ def remove_half(name: Path) -> None:
 
 
 def taken(name: Path, names: int = 1) -> int:
-    """Bytes on the host's disk beside the layer, of files that have no more than `names` names: no other image
-    shares those, where so many are this one's and its source's that is not counted itself."""
-    stats = [path.stat() for path in name.parent.glob(f"{name.name}.*")]
-    return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink <= names)
+    """Bytes on the host's disk of the layer and what lies beside it, as far as no other image shares it. Memory has
+    no more than `names` names then, where so many are this one's and its source's that is not counted itself; images
+    of the disk have two, while their sandbox is there."""
+    found = 0
+    for path in (name, *name.parent.glob(f"{name.name}.*")):
+        stat, own = path.stat(), path == name
+        if own or stat.st_nlink <= (max(names, 2) if path.suffix.startswith(".disk") else names):
+            found += stat.st_blocks * 512
+    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.finishing import ended, finish
-from sandyard.runtimes.microvm import commits, conf
+from sandyard.runtimes.microvm import commits, conf, shortening
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host
@@ -15,10 +15,10 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
-from sandyard.runtimes.microvm.memory.checking import seal
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
+from sandyard.runtimes.microvm.memory.sharing import share
 from sandyard.runtimes.microvm.memory.suspending import Suspending
-from sandyard.runtimes.microvm.starting import split_layers
+from sandyard.runtimes.microvm.starting import CONF, split_layers
 
 
 class Keeping:
@@ -57,13 +57,12 @@ class Keeping:
         swap = await commits.Swap.prepare(self._host, instance)
         try:
             await finish(self._take(instance, capture, swap))
-            conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
+            conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)
             manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
-            size = await commits.flatten(self._host, spec, swap.number, target, durable)
-            sealed = await ended(lambda: seal(target, manifest, durable=durable))
+            sealed = await share(self._host, spec, swap.number, target, manifest, halted=False, durable=durable)
             await ended(self._restorer.trust, target, sealed)
-            await commits.shorten(self._host, instance)
-            return size + await ended(image.taken, target)
+            await shortening.begin(self._host, instance)
+            return await ended(image.taken, target)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:

@@ -17,9 +17,10 @@ from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.chain import Piece, overlay
 from sandyard.runtimes.finishing import ended
-from sandyard.runtimes.microvm import conf, disk
+from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
@@ -28,6 +29,7 @@ from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
 from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
+from sandyard.runtimes.microvm.memory.sharing import give
 from sandyard.runtimes.microvm.record import save_region
 
 _MAPPED_PAGES = 16  # fewer are copied: a mapping costs more
@@ -109,18 +111,15 @@ class Restorer:
             raise CreateFailed("agent", error.message) from error
 
     def _give_disk(self, spec: SandboxSpec, layer: Path, manifest: Manifest) -> None:
-        layout, own = self._host.layout, self._host.layout.disk(spec.sandbox_id)
+        layout = self._host.layout
         memory = layout.memory(spec.sandbox_id)
         try:
             self._host.starter.make_own(spec.sandbox_id)
             memory.mkdir(mode=0o700)
             image.link(layer, manifest, memory / "0")
             os.link(part(layer, "base"), layout.block(spec.sandbox_id))
-            image.save(memory / "0", replace(manifest, disk=""), durable=False)
-            os.link(layer, own / disk.image(0))
-            empty = disk.blank(layout.images, manifest.fit.disk_mb)
-            os.link(empty, own / disk.BLANK)
-            disk.above(own, disk.image(0), "qcow2", empty.stat().st_size, 1)
+            image.save(memory / "0", replace(manifest, disks=(), blank=""), durable=False)
+            give(Disks(layout, spec), layer, manifest)
         except (OSError, SandboxError) as error:
             raise CreateFailed("disk", str(error)) from error
 

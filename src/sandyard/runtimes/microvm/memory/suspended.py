@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import decode_spec, encode_spec, read_json, write_json
 from sandyard.runtimes.durable import sync
-from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.memory import image
 
@@ -26,10 +26,8 @@ class Suspended:
 
 def save(layout: Layout, record: Suspended) -> None:
     """From here on the sandbox is suspended, and its VMM, if there is one, is nothing any more. Blocking."""
-    home, own = layout.memory(record.spec.sandbox_id), layout.disk(record.spec.sandbox_id)
-    for path in own.glob("disk*.qcow2"):
-        sync(path)
-    sync(own)
+    home = layout.memory(record.spec.sandbox_id)
+    Disks(layout, record.spec).sync()
     write_json(home / _RECORD, {**encode_spec(record.spec), "image": record.image, "disk": record.disk})
     for path in (home / _RECORD, home, home.parent):
         sync(path)
@@ -62,8 +60,7 @@ def next_image(layout: Layout, sandbox_id: str) -> str:
 def tidy(layout: Layout, record: Suspended) -> None:
     """Remove what does not belong to it: images of memory that came before, disks of a start that failed."""
     sandbox_id = record.spec.sandbox_id
-    home, own = layout.memory(sandbox_id), layout.disk(sandbox_id)
+    home = layout.memory(sandbox_id)
     for name in {path.name.partition(".")[0] for path in home.iterdir() if path.name[0].isdigit()} - {record.image}:
         image.remove(home / name)
-    while disk.top(own) > record.disk:
-        (own / disk.image(disk.top(own))).unlink()
+    Disks(layout, record.spec).drop_above(record.disk)

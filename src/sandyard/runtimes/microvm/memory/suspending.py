@@ -13,16 +13,18 @@ from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.durable import sync
 from sandyard.runtimes.finishing import ended, finish
-from sandyard.runtimes.microvm import commits, conf, disk
+from sandyard.runtimes.microvm import commits, conf, disk, shortening
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.disks import MOST, Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.capture import Capture
-from sandyard.runtimes.microvm.memory.checking import seal
 from sandyard.runtimes.microvm.memory.image import Manifest
 from sandyard.runtimes.microvm.memory.restore import Restorer
+from sandyard.runtimes.microvm.memory.sharing import share
 from sandyard.runtimes.microvm.memory.suspended import Suspended
+from sandyard.runtimes.microvm.starting import CONF
 
 log = structlog.get_logger("sandyard.microvm")
 
@@ -38,7 +40,8 @@ class Suspending:
         """`Runtime.suspend` of one that runs, or stands still."""
         spec, layout = instance.spec, self._host.layout
         name = await ended(suspended.next_image, layout, spec.sandbox_id)
-        record = Suspended(spec, name, disk.top(layout.disk(spec.sandbox_id)))
+        await shortening.settle(self._host, instance, call_off=True)
+        record = Suspended(spec, name, await ended(Disks(layout, spec).top))
         await finish(self._suspend(instance, record))
         await finish(self._host.end(spec.sandbox_id))
         await ended(suspended.tidy, layout, record)
@@ -52,7 +55,7 @@ class Suspending:
             if ran:
                 await instance.stand_still()
             await capture.take()
-            conf_bytes = conf.bytes_of(layout.disk(record.spec.sandbox_id) / "conf.img")
+            conf_bytes = conf.bytes_of(layout.kept(record.spec.sandbox_id) / CONF)
             manifest = await ended(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
             await ended(lambda: image.save(name, manifest, durable=True))
             await ended(self._restorer.trust, name, manifest)
@@ -67,15 +70,14 @@ class Suspending:
             raise
 
     async def _shorten(self, record: Suspended) -> None:
-        """Make its disk one image again where it has become a long chain of them."""
-        own = self._host.layout.disk(record.spec.sandbox_id)
-        if await ended(disk.depth, own) < disk.DEEPEST:
-            return
-        number = record.disk + 1
+        """Make its disk one image again where it has become too long a chain of them: it never ran for long."""
+        disks, number = Disks(self._host.layout, record.spec), record.disk + 1
         try:
-            await commits.commit_halted(self._host, record.spec, own / disk.image(number), record.disk)
+            if await ended(disks.depth) < MOST:
+                return
+            await commits.commit_halted(self._host, record.spec, disks.kept / disk.image(number), record.disk)
             await ended(suspended.save, self._host.layout, replace(record, disk=number))
-            await ended(disk.keep_only, own, number)
+            await ended(lambda: disks.prune(ended=True))
         except (SandboxError, OSError) as error:  # it is suspended all the same
             log.warning("the images of a sandbox stay a chain", sandbox=record.spec.sandbox_id, error=str(error))
 
@@ -85,17 +87,17 @@ class Suspending:
         record = suspended.load(layout, sandbox_id)
         if record is None:
             raise CreateFailed("snapshot", f"sandbox {sandbox_id} is not suspended")
-        name, own = layout.memory(sandbox_id) / record.image, layout.disk(sandbox_id)
+        name = layout.memory(sandbox_id) / record.image
         manifest = await self._restorer.fitting(choice, spec, name)
         await finish(self._host.end(sandbox_id))  # of a start that failed, or of a suspend that was not finished
         await ended(suspended.tidy, layout, record)
         try:
-            size = (own / disk.BLANK).stat().st_size
-            await ended(disk.above, own, disk.image(record.disk), "qcow2", size, record.disk + 1)
+            await ended(self._new_image, record)
             instance = await self._restorer.start(choice, spec, name, manifest)
             await instance.agent.freeze(False)
             await ended(suspended.forget, layout, sandbox_id)
             await self._settle(sandbox_id)
+            await shortening.begin(self._host, instance)
             return instance
         except (SandboxError, GuestError, OSError) as error:
             await finish(self._host.end(sandbox_id))
@@ -109,6 +111,14 @@ class Suspending:
             finally:
                 await finish(self._host.end(sandbox_id))
             raise
+
+    def _new_image(self, record: Suspended) -> None:
+        """What it wrote until now can be kept as it is: its VMM is gone."""
+        disks = Disks(self._host.layout, record.spec)
+        disks.sweep()
+        disks.keep(record.disk, ended=True)
+        disks.prune(ended=True)
+        disks.add()
 
     async def _settle(self, sandbox_id: str) -> None:
         """That it runs again is to be known also after the host broke down: it is not to be woken a second time."""
@@ -124,18 +134,17 @@ class Suspending:
         """`Runtime.commit_halted` with memory. Raises `SandboxError`."""
         name = self._host.layout.memory(record.spec.sandbox_id) / record.image
 
-        def share() -> Manifest:
+        def linked() -> Manifest:
             manifest = image.load(name)
             image.link(name, manifest, target)
             return manifest
 
         await ended(image.check_new, target)
         try:
-            manifest = await ended(share)
-            size = await commits.commit_halted(self._host, record.spec, target, number=record.disk)
-            await ended(lambda: seal(target, manifest, durable=True))
+            manifest = await ended(linked)
+            await share(self._host, record.spec, record.disk, target, manifest, halted=True, durable=True)
             # What it alone shares with the sandbox stays when that goes on.
-            return size + await ended(image.taken, target, 2)
+            return await ended(image.taken, target, 2)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:

@@ -1,0 +1,211 @@
+"""The images that the disk of a sandbox consists of, each above the one before, the lowest above a blank one.
+
+Those that nothing writes to any more lie in a directory of root's (`kept`), which its VMM can read; what it writes
+to, and what it wrote since it was started, lies in its own (`own`). What a VMM wrote comes to `kept` as a copy while
+it runs, as the very file when it has ended. `kept` has all up to some number, so that what lies in `own` counts only
+above that. Files in `kept` may have more names: as parts of snapshots, and in other sandboxes' `kept`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from sandyard.errors import SandboxError
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.durable import sync
+from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm.disk import image
+from sandyard.runtimes.microvm.launch import OWN, SHARED
+from sandyard.runtimes.microvm.layout import Layout
+from sandyard.runtimes.microvm.qcow2 import Image, header_of
+
+BLANK = "blank.img"
+DEEPEST = 8
+"""Images of one sandbox: then they are made one while it runs."""
+MOST = 16
+"""Images of one sandbox: then they are made one before anything else."""
+KEPT = "disks"  # below `SHARED`
+LEFT = "layer-"  # begins the name of what a tool writes in `own`
+_IMAGE = re.compile(r"disk([0-9]{1,9})\.qcow2")
+_DIGEST = ".digest"
+_SLACK = 64 << 20
+
+
+class Disks:
+    """Of the sandbox of `spec`. All is blocking, and raises `SandboxError`, or `OSError` of the host."""
+
+    def __init__(self, layout: Layout, spec: SandboxSpec) -> None:
+        self.own = layout.disk(spec.sandbox_id)
+        self.kept = layout.kept(spec.sandbox_id)
+        self._layout = layout
+        self._spec = spec
+
+    def prepare(self) -> None:
+        """Make the directory. Its VMM must be able to walk to what is in it."""
+        self.kept.mkdir(exist_ok=True)
+        self.kept.chmod(0o755)
+
+    def top(self) -> int:
+        """The number of the uppermost image; -1 where there is none."""
+        return max([*_numbers(self.kept), *_numbers(self.own)], default=-1)
+
+    def depth(self) -> int:
+        return len([path for path in self.chain() if path.name != BLANK])
+
+    def chain(self, number: int | None = None) -> Sequence[Path]:
+        """The files of image `number`, else of the uppermost one, the lowest first: that is blank where the first
+        image does not stand for itself."""
+        number = self.top() if number is None else number
+        found: list[Path] = []
+        while True:
+            path = self._path(number)
+            header = header_of(path)
+            found.insert(0, path)
+            if header.whole:
+                return found
+            if number == 0:
+                return [self._blank(), *found]
+            number -= 1
+
+    def images(self, number: int | None = None) -> Sequence[Image]:
+        """`chain`, as its VMM sees it."""
+        found = []
+        for path in self.chain(number):
+            where = OWN if path.parent == self.own else SHARED / KEPT
+            found.append(Image(where / path.name, "raw" if path.name == BLANK else "qcow2"))
+        return found
+
+    def writable(self) -> bool:
+        """Whether its VMM may write to the uppermost image."""
+        return self.top() in _numbers(self.own) and self.top() not in _numbers(self.kept)
+
+    def add(self) -> Path:
+        """A new image above all others, to be written to."""
+        number = self.top() + 1
+        below, kind = (image(number - 1), "qcow2") if number else (BLANK, "raw")
+        size = header_of(self._path(number - 1)).size if number else self._blank().stat().st_size
+        return disk.above(self.own, below, kind, size, number)
+
+    def keep(self, number: int, *, ended: bool, durable: bool = False) -> None:
+        """Bring what its VMM wrote, up to image `number`, to where nothing can write to it. `ended`: there is no VMM.
+        What it costs is what was written since the last time."""
+        self.prepare()
+        for each in range(max(_numbers(self.kept), default=-1) + 1, number + 1):
+            source, target = self.own / image(each), self.kept / image(each)
+            if not os.path.lexists(source):
+                continue  # an image that was made one with those above it
+            header_of(source)  # refused before anything is copied
+            if ended:
+                disk.take(source, target, durable)
+                source.unlink()
+            else:
+                self._copy(source, target)
+            if durable:
+                sync(target)
+        if durable:
+            sync(self.kept)
+
+    def give(self, files: Sequence[Path], digests: Sequence[str], *, blank: bool) -> None:
+        """Be a disk of these files, as `chain` has them, with these digests; the first is a `blank` one."""
+        self.prepare()
+        for number, (path, digest) in enumerate(zip(files, digests, strict=True), -1 if blank else 0):
+            name = image(number) if number >= 0 else BLANK
+            os.link(path, self.kept / name)
+            _write(self.kept / f"{name}{_DIGEST}", digest)
+
+    def digest(self, path: Path) -> str:
+        """Of a file of `chain` in `kept`, which is read only if that is not known."""
+        record = path.with_name(f"{path.name}{_DIGEST}")
+        with suppress(FileNotFoundError):
+            return record.read_text()
+        digest = disk.digest(path)
+        _write(record, digest)
+        return digest
+
+    def prune(self, *, ended: bool) -> None:
+        """Remove what nothing needs: images below one that stands for itself, and, where its VMM has `ended`, those
+        of which `kept` has a copy."""
+        if self.top() < 0:
+            return
+        chain = self.chain()
+        bottom = self.top() + 1 - len([path for path in chain if path.name != BLANK])
+        copied = max(_numbers(self.kept), default=-1) if ended else -1
+        self._remove(self.own, lambda number: number < bottom or number <= copied)
+        self._remove(self.kept, lambda number: number < bottom)
+        if chain[0].name != BLANK:
+            (self.kept / BLANK).unlink(missing_ok=True)
+
+    def drop_above(self, number: int) -> None:
+        """Remove the images above: of a start that failed."""
+        for home in (self.own, self.kept):
+            self._remove(home, lambda each: each > number)
+
+    def sweep(self) -> None:
+        """Remove what a server left that was killed while it copied, or while a tool wrote."""
+        for path in (*self.own.glob(f"{LEFT}*"), *self.kept.glob(".*")):
+            path.unlink(missing_ok=True)
+
+    def used_bytes(self) -> int:
+        """What it takes on the host's disk, without what others take part in."""
+        found = [path.lstat() for home in (self.own, self.kept) for path in _files(home)]
+        return sum(stat.st_blocks * 512 for stat in found if stat.st_nlink == 1)
+
+    def sync(self) -> None:
+        """Bring all to the host's disk."""
+        for home in (self.own, self.kept):
+            for path in _files(home):
+                if not path.is_symlink():
+                    sync(path)
+            sync(home)
+
+    def _remove(self, home: Path, which: Callable[[int], bool]) -> None:
+        for number in _numbers(home):
+            if which(number):
+                (home / image(number)).unlink(missing_ok=True)
+                (home / f"{image(number)}{_DIGEST}").unlink(missing_ok=True)
+
+    def _path(self, number: int) -> Path:
+        for home in (self.kept, self.own):
+            path = home / image(number)
+            if os.path.lexists(path):
+                return path
+        raise SandboxError(f"sandbox {self._spec.sandbox_id}: image {number} of its disk is not there")
+
+    def _blank(self) -> Path:
+        path = self.kept / BLANK
+        if not path.exists():
+            self.prepare()
+            os.link(disk.blank(self._layout.images, self._spec.resources.disk_mb), path)
+        return path
+
+    def _copy(self, source: Path, target: Path) -> None:
+        scratch = self.kept / f".{secrets.token_hex(4)}"
+        size = self._spec.resources.disk_mb << 20
+        try:
+            digest = disk.copy(source, scratch, size + size // 4 + _SLACK)
+            header_of(scratch)  # of what was copied, whatever the VMM did meanwhile
+            _write(target.with_name(f"{target.name}{_DIGEST}"), digest)
+            scratch.rename(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def _numbers(home: Path) -> Sequence[int]:
+    """Of the images there. Also a link has one: opening it fails."""
+    names = os.listdir(home) if home.is_dir() else []
+    return [int(found[1]) for name in names if (found := _IMAGE.fullmatch(name))]
+
+
+def _files(home: Path) -> Sequence[Path]:
+    return [home / image(number) for number in _numbers(home)]
+
+
+def _write(record: Path, digest: str) -> None:
+    scratch = record.with_name(f".{secrets.token_hex(4)}")
+    scratch.write_text(digest)
+    scratch.rename(record)
