@@ -10,13 +10,14 @@ from pathlib import Path
 from sandyard.config import PathSettings, Settings
 from sandyard.images.base import build_base
 from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
-from sandyard.runtimes.microvm import MicroVMRuntime
+from sandyard.runtimes.microvm import MicroVMRuntime, disks
 
 NAME = "victim"
 SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
 
 
 async def main(state: Path, run: Path, move: str, layer: Path) -> None:
+    disks.DEEPEST = 2  # so that disks are made one image often
     runtime = MicroVMRuntime(Settings(paths=PathSettings(state=state, run=run)))
     base = (await build_base(Settings())).rootfs
     spec = SandboxSpec(NAME, base, SMALL, hostname=NAME)

@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandyard.errors import SandyardError, Unsupported
+from sandyard.errors import SandboxError, SandyardError, Unsupported
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import disk, shortening
 from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups, tool_group
-from sandyard.runtimes.microvm.disks import KEPT, LEFT, Disks
+from sandyard.runtimes.microvm.disks import KEPT, LEFT, MOST, Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import STOP_TIMEOUT, MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN, run_confined
@@ -32,11 +32,12 @@ async def commit(host: Host, instance: MicroVMInstance, target: Path, *, durable
     check_depth(spec)
     swap = await Swap.prepare(host, instance)
     await finish(_exchange(instance, swap))
-    # What a tool opens must not change under it: a header may name any file.
-    await ended(lambda: Disks(host.layout, spec).keep(swap.number, ended=False))
-    size = await flatten(host, spec, swap.number, target, durable)
-    await shortening.begin(host, instance)
-    return size
+    try:
+        # What a tool opens must not change under it: a header may name any file.
+        await ended(lambda: Disks(host.layout, spec).keep(swap.number, ended=False))
+        return await flatten(host, spec, swap.number, target, durable)
+    finally:
+        await shortening.begin(host, instance)
 
 
 async def commit_halted(host: Host, spec: SandboxSpec, target: Path, number: int | None = None) -> int:
@@ -75,6 +76,11 @@ class Swap:
         def make() -> Swap:
             disks = Disks(host.layout, instance.spec)
             disks.sweep()
+            if disks.depth() > 2 * MOST:
+                raise SandboxError(
+                    f"sandbox {instance.spec.sandbox_id}: the images of its disk are too many, and are not made one",
+                    remedy="free disk space on the host",
+                )
             return cls(instance, disks.top(), disks.add())
 
         return await ended(make)

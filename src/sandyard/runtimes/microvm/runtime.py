@@ -40,7 +40,7 @@ class MicroVMRuntime(Runtime):
         halt=True,
         network=True,
         hard_disk_limit=True,
-        small_commits=False,
+        small_commits=False,  # of files alone; with memory they cost what changed
         shared_kernel=False,
     )
 

@@ -12,7 +12,8 @@ import structlog
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.finishing import ended
-from sandyard.runtimes.microvm.disks import DEEPEST, Disks
+from sandyard.runtimes.microvm import disks
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.qmp import QmpError
@@ -27,12 +28,12 @@ _AT_REST = ("concluded", "null")
 
 async def begin(host: Host, instance: MicroVMInstance) -> None:
     """Of a disk that is deep enough, in the background. Whoever calls holds the sandbox's lock."""
-    sandbox_id = instance.spec.sandbox_id
-    if sandbox_id in host.background:
-        return
+    sandbox_id, speed = instance.spec.sandbox_id, host.settings.microvm.disk_mb_s << 20
     try:
-        if await ended(Disks(host.layout, instance.spec).depth) < DEEPEST:
+        if sandbox_id in host.background or await ended(Disks(host.layout, instance.spec).depth) < disks.DEEPEST:
             return
+        arguments = {"job-id": JOB, "device": await instance.disk_node(), "auto-dismiss": False, "speed": speed}
+        await instance.control.execute("block-stream", arguments)
     except (SandboxError, OSError) as error:
         _stays(instance, error)
         return
@@ -56,8 +57,6 @@ async def settle(host: Host, instance: MicroVMInstance, *, call_off: bool = Fals
 
 async def _shorten(host: Host, instance: MicroVMInstance) -> None:
     try:
-        arguments = {"job-id": JOB, "device": await instance.disk_node(), "auto-dismiss": False}
-        await instance.control.execute("block-stream", arguments)
         await settle(host, instance)
     except (SandboxError, OSError) as error:
         _stays(instance, error)

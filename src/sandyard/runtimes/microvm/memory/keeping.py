@@ -61,12 +61,12 @@ class Keeping:
             manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
             sealed = await share(self._host, spec, swap.number, target, manifest, halted=False, durable=durable)
             await ended(self._restorer.trust, target, sealed)
-            await shortening.begin(self._host, instance)
             return await ended(image.taken, target)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:
             await ended(image.remove_half, target)
+            await shortening.begin(self._host, instance)
 
     async def _take(self, instance: MicroVMInstance, capture: Capture, swap: commits.Swap) -> None:
         """Memory, devices and disk of one instant; then it goes on, if it ran."""

@@ -1,0 +1,341 @@
+"""Disks of snapshots of real guests: they cost what changed, each is of its own instant, and none needs another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandyard.config import Settings
+from sandyard.errors import CreateFailed, SandboxError
+from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.conformance.kit import Kit
+from sandyard.runtimes.microvm import MicroVMRuntime, commits, disk, disks, shortening
+from sandyard.runtimes.microvm.disks import Disks
+from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.memory import image, sharing
+from sandyard.runtimes.microvm.memory.image import part
+from sandyard.runtimes.microvm.qcow2 import header_of
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(900)]
+ROOM = Resources(memory_mb=128, disk_mb=320, pids=64)
+SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
+WRITER = "i=0; while :; do i=$((i+1)); echo $i >> /root/lines; sync /root/lines; done"
+_MIB = 1 << 20
+
+
+@pytest.fixture
+def layers(settings: Settings) -> Path:
+    home = settings.paths.state / "chains"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
+    return home
+
+
+async def made(
+    runtime: MicroVMRuntime, base: Rootfs, name: str, resources: Resources = SMALL
+) -> tuple[MicroVMInstance, Kit]:
+    instance = await runtime.create(SandboxSpec(name, base, resources, hostname=name))
+    assert isinstance(instance, MicroVMInstance)
+    return instance, Kit(runtime, base, instance)
+
+
+@asynccontextmanager
+async def copied(
+    runtime: MicroVMRuntime, base: Rootfs, layer: Path, resources: Resources = SMALL, *, memory: bool = True
+) -> AsyncIterator[Kit]:
+    stack = replace(base, layers=[layer, *base.layers])
+    spec = SandboxSpec("copy", stack, resources, hostname="copy", memory=layer if memory else None)
+    instance = await runtime.create(spec)
+    try:
+        yield Kit(runtime, base, instance)
+    finally:
+        await runtime.destroy("copy")
+
+
+def taken(*paths: Path) -> int:
+    """Bytes on the host's disk, each file once."""
+    return sum({(stat.st_ino): stat.st_blocks * 512 for stat in map(Path.stat, paths)}.values())
+
+
+def parts(layer: Path) -> list[Path]:
+    """The images of its disk, the lowest first."""
+    return [path for path in image.chain_of(layer) if not image.is_blank(path, layer)]
+
+
+def disks_of(runtime: MicroVMRuntime, instance: Instance) -> Disks:
+    return Disks(runtime.host.layout, instance.spec)
+
+
+class Reading:
+    """Counts what is read of images, and lets no tool read them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        chunks = disk._chunks
+
+        def counted(descriptor: int, size: int) -> Iterator[tuple[int, bytes]]:
+            for at, data in chunks(descriptor, size):
+                self.bytes += len(data)
+                yield at, data
+
+        monkeypatch.setattr(disk, "_chunks", counted)
+        monkeypatch.setattr(commits, "flatten", None)
+
+
+async def test_a_snapshot_costs_what_changed_of_the_disk(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    instance, kit = await made(runtime, base, "big", ROOM)
+    fill = "head -c 8M /dev/urandom > /root/some; for n in $(seq 25); do cat /root/some; done > /root/big; sync"
+    assert (await kit.run(fill, timeout=300)).status.code == 0
+    await instance.commit(layers / "one", memory=True)
+    assert taken(layers / "one") > 200 * _MIB
+    await kit.output("head -c 1M /dev/urandom > /root/small; sync; echo 3 > /proc/sys/vm/drop_caches")
+    wanted = await kit.output("head -c 20M /root/big | sha256sum; sha256sum /root/some /root/small")
+    reading = Reading(monkeypatch)
+    await instance.commit(layers / "two", memory=True, parent=layers / "one")
+    assert _MIB <= taken(layers / "two") < 4 * _MIB
+    assert reading.bytes < 4 * _MIB
+    assert [path.stat().st_ino for path in parts(layers / "two")[:-1]] == [
+        path.stat().st_ino for path in parts(layers / "one")
+    ]
+    monkeypatch.undo()
+    # A suspended one gives what it has: nothing is written again, and of its memory only names are made.
+    await runtime.suspend("big")
+    reading = Reading(monkeypatch)
+    await runtime.commit_halted("big", layers / "three", memory=True)
+    assert reading.bytes < 4 * _MIB
+    together = taken(*(path for name in ("one", "two", "three") for path in parts(layers / name)))
+    assert together < taken(layers / "one") + 8 * _MIB
+    monkeypatch.undo()
+    await runtime.destroy("big")
+    image.remove(layers / "one")
+    (layers / "one").unlink()
+    async with copied(runtime, base, layers / "three", ROOM) as copy:
+        assert await copy.output("head -c 20M /root/big | sha256sum; sha256sum /root/some /root/small") == wanted
+
+
+async def test_each_of_many_snapshots_is_of_its_own_instant(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path
+) -> None:
+    instance, kit = await made(runtime, base, "writer")
+    await kit.start(WRITER)
+    await kit.output("while [ ! -s /root/lines ]; do sleep 0.05; done")
+    marks: list[int] = []
+    for name in ("one", "two", "three"):
+        await kit.output(f"echo {name} > /root/name; sync /root/name")
+        marks.append(await lines_of(kit))
+        await instance.commit(layers / name, memory=True)
+        marks.append(await lines_of(kit))
+        await kit.output(f"while [ $(wc -l < /root/lines) -le {marks[-1]} ]; do sleep 0.05; done")
+    assert [len(parts(layers / name)) for name in ("one", "two", "three")] == [2, 3, 4]
+    for number, name in enumerate(("one", "two", "three")):
+        async with copied(runtime, base, layers / name) as copy:
+            assert await copy.output("cat /root/name") == name
+            assert await lines_of(copy) >= marks[2 * number]
+        if name == "one":
+            await asyncio.to_thread(image.remove, layers / "one")
+            await asyncio.to_thread((layers / "one").unlink)
+        # Its files alone, as another kernel or QEMU has to start it: of the same instant too.
+        async with copied(runtime, base, layers / name, memory=False) if name != "one" else nothing() as files:
+            if files is not None:
+                assert await files.output("cat /root/name") == name
+                assert marks[2 * number] <= await lines_of(files) <= marks[2 * number + 1]
+    assert await lines_of(kit) > marks[-1]
+
+
+@asynccontextmanager
+async def nothing() -> AsyncIterator[None]:
+    yield None
+
+
+async def lines_of(kit: Kit) -> int:
+    """How many there are, of which none is missing."""
+    seen = [int(line) for line in (await kit.output("cat /root/lines")).split()]
+    assert seen == list(range(1, len(seen) + 1))
+    return len(seen)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(os.lseek(file.fileno(), path.stat().st_size // 2, os.SEEK_DATA))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes((byte ^ 4,)))
+
+
+async def test_what_is_damaged_below_is_refused_by_name(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
+    instance, kit = await made(runtime, base, "whole")
+    await kit.output("head -c 2M /dev/urandom > /root/data; sync")
+    await instance.commit(layers / "one", memory=True, durable=False)
+    await instance.commit(layers / "two", memory=True, durable=False)
+    for path in (part(layers / "two", what) for what in ("disk0", "disk1", "blank")):
+        kept = layers / "kept"
+        for damage in (_cut, _flip):
+            path.rename(kept)  # its other names stay as they are
+            shutil.copyfile(kept, path)
+            await asyncio.to_thread(damage, path)
+            with pytest.raises(CreateFailed, match=f"{path.name}, of the disk that its memory goes with") as caught:
+                async with copied(runtime, base, layers / "two"):
+                    pass
+            assert caught.value.stage == "snapshot"
+            kept.rename(path)
+        path.rename(kept)
+        for memory in (True, False):
+            with pytest.raises(CreateFailed, match=f"{path.name} is gone"):
+                async with copied(runtime, base, layers / "two", memory=memory):
+                    pass
+        kept.rename(path)
+    assert await runtime.list() == ["whole"]
+    async with copied(runtime, base, layers / "two") as copy:
+        assert await copy.output("sha256sum < /root/data") == await kit.output("sha256sum < /root/data")
+
+
+async def at_rest(runtime: MicroVMRuntime) -> None:
+    async with asyncio.timeout(120):
+        await asyncio.gather(*runtime.host.background.values())
+
+
+async def deep(runtime: MicroVMRuntime, base: Rootfs, layers: Path, rate_mb: int) -> tuple[MicroVMInstance, Kit]:
+    """A sandbox whose disk is made one image right now, at that rate."""
+    instance, kit = await made(runtime, base, "deep")
+    await kit.output("head -c 12M /dev/urandom > /root/data; sha256sum /root/data > /root/sum; sync")
+    await instance.commit(layers / "first", memory=True, durable=False)
+    settings = runtime.host.settings
+    runtime.host.settings = settings.model_copy(
+        update={"microvm": settings.microvm.model_copy(update={"disk_mb_s": rate_mb})}
+    )
+    await instance.commit(layers / "second", memory=True, durable=False)
+    runtime.host.settings = settings
+    return instance, kit
+
+
+@pytest.fixture
+def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "DEEPEST", 4)
+
+
+@pytest.mark.usefixtures("shallow")
+async def test_a_long_chain_is_made_one_while_the_guest_runs(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path
+) -> None:
+    instance, kit = await deep(runtime, base, layers, 4)
+    images = disks_of(runtime, instance)
+    assert list(runtime.host.background) == ["deep"]
+    assert images.depth() == 4
+    assert await kit.output("sha256sum -c /root/sum") == "/root/data: OK"
+    # A commit, which exchanges the image, waits for it; then its disk is whole, and all are as they were.
+    await instance.commit(layers / "third", memory=True)
+    assert runtime.host.background == {}
+    assert images.depth() == 2
+    assert len(list(images.kept.glob("disk*.qcow2"))) == 1
+    assert len(parts(layers / "third")) == 1
+    assert taken(layers / "third") > 12 * _MIB
+    await kit.output("echo after > /root/after; sync")
+    await instance.commit(layers / "fourth", memory=True, parent=layers / "third")
+    assert taken(layers / "fourth") < 4 * _MIB
+    for name in ("second", "third", "fourth"):
+        async with copied(runtime, base, layers / name) as copy:
+            assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
+            assert (await copy.run("test -e /root/after")).status.code == (0 if name == "fourth" else 1)
+
+
+@pytest.mark.usefixtures("shallow")
+async def test_a_pause_calls_it_off_and_a_later_server_goes_on(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, settings: Settings
+) -> None:
+    instance, kit = await deep(runtime, base, layers, 1)
+    assert await instance.control.execute("query-jobs")
+    await kit.output("echo kept > /root/kept")
+    await runtime.suspend("deep")
+    assert runtime.host.background == {}
+    images = disks_of(runtime, instance)
+    assert images.depth() == 4
+    woken = await runtime.wake(instance.spec)
+    kit = Kit(runtime, base, woken)
+    assert await kit.output("sha256sum -c /root/sum; cat /root/kept") == "/root/data: OK\nkept"
+    await at_rest(runtime)
+    assert images.depth() == 1
+    assert list(images.kept.glob("*.qcow2")) == []
+    assert header_of(images.own / disk.image(images.top())).whole
+    assert await kit.output("sha256sum -c /root/sum; cat /root/kept") == "/root/data: OK\nkept"
+
+
+@pytest.mark.usefixtures("shallow")
+async def test_a_server_that_ends_leaves_it_to_the_next(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, settings: Settings
+) -> None:
+    await deep(runtime, base, layers, 8)
+    (runtime.host.layout.disk("deep") / "layer-12").touch()  # what a killed one leaves
+    await runtime.close()
+    assert runtime.host.background == {}
+    later = MicroVMRuntime(settings)
+    try:
+        found = await later.adopt("deep")
+        assert isinstance(found, MicroVMInstance)
+        assert [job["id"] for job in await found.control.execute("query-jobs")] == [shortening.JOB]
+        assert not (later.host.layout.disk("deep") / "layer-12").exists()
+        await found.commit(layers / "third", memory=True)
+        assert len(parts(layers / "third")) == 1
+        async with copied(later, base, layers / "third") as copy:
+            assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
+        await later.destroy("deep")
+    finally:
+        await later.close()
+
+
+@pytest.mark.usefixtures("shallow")
+async def test_one_that_is_destroyed_meanwhile_leaves_nothing(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path
+) -> None:
+    await deep(runtime, base, layers, 1)
+    await runtime.destroy("deep")
+    assert runtime.host.background == {}
+    assert await runtime.list() == []
+    async with copied(runtime, base, layers / "second") as copy:
+        assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
+
+
+async def test_a_chain_too_long_is_written_whole(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "MOST", 3)
+    instance, kit = await made(runtime, base, "long")
+    for name in ("one", "two", "three"):
+        await kit.output(f"echo {name} >> /root/names; sync")
+        await instance.commit(layers / name, memory=True, durable=False)
+    assert [len(parts(layers / name)) for name in ("one", "two", "three")] == [2, 1, 1]
+    async with copied(runtime, base, layers / "three") as copy:
+        assert await copy.output("cat /root/names") == "one\ntwo\nthree"
+        await copy.sandbox.commit(layers / "four", memory=True, durable=False)
+    assert len(parts(layers / "four")) == 2
+
+
+def patch(path: Path, at: int, content: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+async def test_a_hostile_header_is_refused_at_the_snapshot(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
+    """As a VMM that was broken into may write it, into its own image."""
+    instance, kit = await made(runtime, base, "hostile")
+    own = disks_of(runtime, instance).own
+    path = own / disk.image(1)
+    await asyncio.to_thread(patch, path, 79, b"\4")  # the feature of an external data file
+    for memory in (True, False):
+        with pytest.raises(SandboxError, match=r"disk1\.qcow2 has what no image of a sandbox has"):
+            await instance.commit(layers / "one", memory=memory)
+    assert os.listdir(layers) == []
+    assert await kit.output("echo alive") == "alive"
