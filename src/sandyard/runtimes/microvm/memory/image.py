@@ -5,6 +5,9 @@ It belongs to a layer (or whatever has its name) and lies beside it: `NAME.ram` 
 image of the template, `NAME.memory` the manifest, written last, also after the layer itself. RAM, pages and block
 image are shared with the image that this one was made above, as further names of the same files: so images do not
 need each other, nor a template that is as it was, and copies of both share the host's cache.
+
+The manifest says which pages there are. Several may become one at any time, which then has a name that none had
+before: what reads an image by an earlier manifest finds all that this names, or misses one and reads anew (`settled`).
 """
 
 from __future__ import annotations
@@ -12,15 +15,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.exchange import put_in_place
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, FORMAT)
 _WHATS = ("ram", "base", "state")
 _WORDS = {
     "accel": "accelerator",
@@ -35,6 +41,9 @@ _WORDS = {
     "image": "block image of the template",
     "layers": "layers below",
 }
+
+
+_Result = TypeVar("_Result")
 
 
 class Unfit(SandboxError):
@@ -59,17 +68,18 @@ class Fit:
 
     def check(self, here: Fit, what: Path) -> None:
         """Raises `Unfit` naming the first thing that is otherwise `here`."""
-        for field in fields(self):
-            theirs, ours = getattr(self, field.name), getattr(here, field.name)
+        for each in fields(self):
+            theirs, ours = getattr(self, each.name), getattr(here, each.name)
             if theirs != ours:
-                word = _WORDS[field.name]
+                word = _WORDS[each.name]
                 raise Unfit(f"the memory of {what.name} was taken with another {word}: {theirs}, here it is {ours}")
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`ram`: digests of its chunks of 1 MiB that have data, by number; `pages`: those of the deltas' footers; `disk`:
-    that of the layer; empty for a suspended sandbox, whose disk is its own, and in older manifests."""
+    that of the layer; empty for a suspended sandbox, whose disk is its own, and in older manifests; `numbers`: those
+    in the names of the deltas, ascending; where there are none, 0 and so on."""
 
     fit: Fit
     hostname: str
@@ -78,10 +88,26 @@ class Manifest:
     ram: Mapping[str, str]
     pages: Sequence[str]
     disk: str = ""
+    numbers: Sequence[int] = field(default_factory=list)
 
     @property
     def ram_bytes(self) -> int:
         return self.fit.memory_mb << 20
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the deltas, behind that of the image."""
+        return [f"pages{number}" for number in self.numbers or range(len(self.pages))]
+
+    @property
+    def next_number(self) -> int:
+        """Of the name of a delta that is to come."""
+        return self.numbers[-1] + 1 if self.numbers else len(self.pages)
+
+    def topped(self, first: int, digest: str) -> Manifest:
+        """With one delta, that of `next_number`, in place of those from `first`, or above them all."""
+        numbers = [*(self.numbers or range(len(self.pages)))][:first]
+        return replace(self, pages=[*self.pages[:first], digest], numbers=[*numbers, self.next_number])
 
     def stands_on(self, below: Manifest) -> bool:
         """Whether `below` is this one's RAM with some of its pages."""
@@ -93,7 +119,7 @@ def part(name: Path, what: str) -> Path:
 
 
 def pages_of(name: Path, manifest: Manifest) -> Sequence[Path]:
-    return [part(name, f"pages{number}") for number in range(len(manifest.pages))]
+    return [part(name, what) for what in manifest.names]
 
 
 def parts_of(name: Path, manifest: Manifest) -> Sequence[Path]:
@@ -107,16 +133,31 @@ def exists(name: Path) -> bool:
 
 def save(name: Path, manifest: Manifest, *, durable: bool) -> None:
     """Write the manifest; all else is there. Raises `OSError`."""
+    os.replace(_write(name, manifest, durable), part(name, "memory"))
+    if durable:
+        sync(name.parent)
+
+
+def save_again(name: Path, manifest: Manifest) -> None:
+    """Put another manifest in the place of the one there is. Raises `FileNotFoundError` where somebody removed that:
+    the image is gone, and stays so; `OSError`."""
+    scratch = _write(name, manifest, True)
+    try:
+        put_in_place(scratch, part(name, "memory"))
+    finally:
+        scratch.unlink(missing_ok=True)
+    sync(name.parent)
+
+
+def _write(name: Path, manifest: Manifest, durable: bool) -> Path:
     content = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":")).encode()
-    path, scratch = part(name, "memory"), part(name, "memory.part")
+    scratch = part(name, "memory.part")
     with open(scratch, "wb") as file:
         file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         file.flush()
         if durable:
             os.fsync(file.fileno())
-    os.replace(scratch, path)
-    if durable:
-        sync(path.parent)
+    return scratch
 
 
 def load(name: Path) -> Manifest:
@@ -131,16 +172,42 @@ def load(name: Path) -> Manifest:
     if hashlib.sha256(content).hexdigest().encode() != digest:
         raise Unfit(f"{path} is not what was written")
     record: dict[str, Any] = json.loads(content)
-    if record.pop("format") != FORMAT:
+    if record.pop("format") not in _READ:
         raise Unfit(f"{path} is of another version of Sandyard")
     return Manifest(**{**record, "fit": Fit(**record["fit"])})
 
 
-def link(source: Path, manifest: Manifest, target: Path, *, whats: Sequence[str] = _WHATS) -> None:
-    """Give the pages of `source`, and `whats`, the names of `target` too; its manifest is left to be saved.
-    Raises `OSError`."""
-    for what in (*whats, *(f"pages{number}" for number in range(len(manifest.pages)))):
-        os.link(part(source, what), part(target, what))
+def settled(name: Path, work: Callable[[Manifest], _Result]) -> _Result:
+    """What `work` gives for the manifest; where it fails with what is not there any more, once more for the manifest
+    that took its place meanwhile. Raises what it raises."""
+    manifest = load(name)
+    while True:
+        try:
+            return work(manifest)
+        except (Unfit, FileNotFoundError):
+            later = load(name)
+            if later == manifest:
+                raise
+            manifest = later
+
+
+def share(source: Path, target: Path, *, whats: Sequence[str] = _WHATS) -> Manifest:
+    """Give the pages of `source`, and `whats`, the names of `target` too, whose manifest is left to be saved; what that
+    says of them. Raises `Unfit`, `OSError`, with nothing shared."""
+
+    def link(manifest: Manifest) -> Manifest:
+        done: list[Path] = []
+        try:
+            for what in (*whats, *manifest.names):
+                os.link(part(source, what), part(target, what))
+                done.append(part(target, what))
+        except BaseException:
+            for path in done:
+                path.unlink(missing_ok=True)
+            raise
+        return manifest
+
+    return settled(source, link)
 
 
 def remove(name: Path) -> None:
@@ -166,5 +233,9 @@ def remove_half(name: Path) -> None:
 def taken(name: Path, names: int = 1) -> int:
     """Bytes on the host's disk beside the layer, of files that have no more than `names` names: no other image
     shares those, where so many are this one's and its source's that is not counted itself."""
-    stats = [path.stat() for path in name.parent.glob(f"{name.name}.*")]
-    return sum(stat.st_blocks * 512 for stat in stats if stat.st_nlink <= names)
+    found = 0
+    for path in name.parent.glob(f"{name.name}.*"):
+        with suppress(FileNotFoundError):  # it was compacted just now
+            stat = path.stat()
+            found += stat.st_blocks * 512 if stat.st_nlink <= names else 0
+    return found

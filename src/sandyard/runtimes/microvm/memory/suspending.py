@@ -20,7 +20,7 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.checking import seal
-from sandyard.runtimes.microvm.memory.image import Manifest
+from sandyard.runtimes.microvm.memory.compaction import Compactor
 from sandyard.runtimes.microvm.memory.restore import Restorer
 from sandyard.runtimes.microvm.memory.suspended import Suspended
 
@@ -30,9 +30,10 @@ log = structlog.get_logger("sandyard.microvm")
 class Suspending:
     """Of `host`. Whoever calls holds the sandbox's lock."""
 
-    def __init__(self, host: Host, restorer: Restorer) -> None:
+    def __init__(self, host: Host, restorer: Restorer, compactor: Compactor) -> None:
         self._host = host
         self._restorer = restorer
+        self._compactor = compactor
 
     async def suspend(self, instance: MicroVMInstance) -> None:
         """`Runtime.suspend` of one that runs, or stands still."""
@@ -41,7 +42,9 @@ class Suspending:
         record = Suspended(spec, name, disk.top(layout.disk(spec.sandbox_id)))
         await finish(self._suspend(instance, record))
         await finish(self._host.end(spec.sandbox_id))
+        await self._compactor.leave(layout.memory(spec.sandbox_id))
         await ended(suspended.tidy, layout, record)
+        self._compactor.soon(layout.memory(spec.sandbox_id) / name)
         await finish(self._shorten(record))
 
     async def _suspend(self, instance: MicroVMInstance, record: Suspended) -> None:
@@ -86,6 +89,7 @@ class Suspending:
         if record is None:
             raise CreateFailed("snapshot", f"sandbox {sandbox_id} is not suspended")
         name, own = layout.memory(sandbox_id) / record.image, layout.disk(sandbox_id)
+        await self._compactor.leave(name.parent)
         manifest = await self._restorer.fitting(choice, spec, name)
         await finish(self._host.end(sandbox_id))  # of a start that failed, or of a suspend that was not finished
         await ended(suspended.tidy, layout, record)
@@ -96,6 +100,7 @@ class Suspending:
             await instance.agent.freeze(False)
             await ended(suspended.forget, layout, sandbox_id)
             await self._settle(sandbox_id)
+            self._compactor.soon(name)  # nothing is opened by the names of its files any more
             return instance
         except (SandboxError, GuestError, OSError) as error:
             await finish(self._host.end(sandbox_id))
@@ -124,14 +129,9 @@ class Suspending:
         """`Runtime.commit_halted` with memory. Raises `SandboxError`."""
         name = self._host.layout.memory(record.spec.sandbox_id) / record.image
 
-        def share() -> Manifest:
-            manifest = image.load(name)
-            image.link(name, manifest, target)
-            return manifest
-
         await ended(image.check_new, target)
         try:
-            manifest = await ended(share)
+            manifest = await ended(image.share, name, target)
             size = await commits.commit_halted(self._host, record.spec, target, number=record.disk)
             await ended(lambda: seal(target, manifest, durable=True))
             # What it alone shares with the sandbox stays when that goes on.
@@ -143,4 +143,5 @@ class Suspending:
 
     async def forget(self, sandbox_id: str) -> None:
         """Nothing of its memory is left; it has no VMM."""
+        await self._compactor.leave(self._host.layout.memory(sandbox_id))
         await asyncio.to_thread(remove_tree, self._host.layout.memory(sandbox_id))
