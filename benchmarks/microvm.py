@@ -19,7 +19,8 @@ from sandyard.images.templates import TemplateStore
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.runtimes.microvm.instance import MicroVMInstance
-from sandyard.runtimes.microvm.memory.pages import PAGE, Region, changed
+from sandyard.runtimes.microvm.memory.pagemap import PAGE
+from sandyard.runtimes.microvm.memory.pages import Region, changed
 from sandyard.runtimes.microvm.record import load_region
 
 GUEST_MB = (256, 1024)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -28,9 +29,10 @@ from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.checking import Checker, digest_file, digest_ram, seal
+from sandyard.runtimes.microvm.memory.compaction import Compactor
 from sandyard.runtimes.microvm.memory.fitting import load_fit, save_fit
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
-from sandyard.runtimes.microvm.memory.pages import PAGE
+from sandyard.runtimes.microvm.memory.pagemap import PAGE
 from sandyard.runtimes.microvm.memory.restore import Restorer
 from sandyard.runtimes.microvm.memory.suspended import Suspended
 from sandyard.runtimes.microvm.memory.suspending import Suspending
@@ -38,6 +40,7 @@ from sandyard.runtimes.microvm.record import save_below
 from tests.yard import needs_qemu
 
 FIT = Fit("tcg", "q35", "max", "7.2", "6.1", 1, 4, 16, False, "image", [])
+IDLE = cast(Compactor, SimpleNamespace(leave=AsyncMock(), soon=Mock()))
 SPEC = SandboxSpec("one", Rootfs([]), Resources(disk_mb=16), hostname="box")
 
 
@@ -212,7 +215,7 @@ def _asleep(host: Host) -> Suspended:
 @pytest.mark.root
 async def test_a_copy_of_a_suspended_one_is_counted_and_covered(host: Host, tmp_path: Path) -> None:
     record, target = _asleep(host), tmp_path / "copy"
-    suspending = Suspending(host, cast(Restorer, None))
+    suspending = Suspending(host, cast(Restorer, None), IDLE)
     os.link(host.layout.memory("one") / "0.ram", tmp_path / "base.ram")  # that of a base, as nearly always
     size = await suspending.commit(record, target)
     own = [target, *(part(target, what) for what in ("state", "pages0", "base", "memory"))]
@@ -239,7 +242,7 @@ async def test_a_copy_that_fails_leaves_nothing(host: Host, tmp_path: Path, monk
 
     monkeypatch.setattr(image, "save", full)
     with pytest.raises(SandboxError, match="No space left"):
-        await Suspending(host, cast(Restorer, None)).commit(record, target)
+        await Suspending(host, cast(Restorer, None), IDLE).commit(record, target)
     assert list(target.parent.iterdir()) == []
 
 
@@ -285,7 +288,7 @@ async def test_that_one_was_woken_is_on_the_disk(host: Host, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", sync)
     waking = _Waking()
-    woken = await Suspending(host, cast(Restorer, waking)).wake(cast(Choice, None), SPEC)
+    woken = await Suspending(host, cast(Restorer, waking), IDLE).wake(cast(Choice, None), SPEC)
     assert woken is cast(MicroVMInstance, waking)
     assert records == [False]  # brought there once it was gone; that it cannot be is no reason to end it
     assert suspended.ids(host.layout) == []
@@ -299,7 +302,7 @@ async def test_a_wake_that_is_called_off_at_its_end_leaves_it_suspended(
 ) -> None:
     forget, loop = suspended.forget, asyncio.get_running_loop()
     waking = asyncio.ensure_future(
-        Suspending(host, cast(Restorer, _Waking())).wake(cast(Choice, None), SPEC),
+        Suspending(host, cast(Restorer, _Waking()), IDLE).wake(cast(Choice, None), SPEC),
     )
 
     def called_off(layout: Layout, sandbox_id: str) -> None:

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 
 from sandyard.runtimes.deltas.extents import copy, extents
-from sandyard.runtimes.deltas.format import PARTIAL, Delta, DeltaDamaged, Run
+from sandyard.runtimes.deltas.format import PARTIAL, RUN_BYTES, Delta, DeltaDamaged, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +151,30 @@ def _apply(piece: Piece, descriptor: int, size: int) -> None:
 
 def merged(deltas: Sequence[Delta]) -> Iterator[tuple[int, memoryview]]:
     """The blocks of several deltas, the lowest first, as those of one. Raises `DeltaDamaged`."""
+    for first, data in merged_runs(deltas):
+        size = deltas[0].block_size
+        for at in range(0, len(data), size):
+            yield first + at // size, memoryview(data)[at : at + size]
+
+
+def merged_runs(deltas: Sequence[Delta]) -> Iterator[tuple[int, bytearray]]:
+    """`merged` as runs, for `write_runs`: the number of the first block of each, and its bytes. Raises
+    `DeltaDamaged`."""
+    kept: dict[Delta, tuple[Run, bytes]] = {}  # of each the last one read: they take turns
+    first, kind, pending = 0, False, bytearray()
     for piece in overlay(deltas):
-        data = memoryview(piece.delta.read(piece.run))
-        for number in range(piece.first, piece.end):
-            at = (number - piece.run.first) * piece.delta.block_size
-            yield number, data[at : at + piece.delta.block_size]
+        size, is_zero = piece.delta.block_size, piece.run.offset is None
+        if pending and (piece.first != first + len(pending) // size or is_zero != kind):
+            yield first, pending
+            pending = bytearray()
+        if not pending:
+            first, kind = piece.first, is_zero
+        if kept.get(piece.delta, (None,))[0] is not piece.run:
+            kept[piece.delta] = (piece.run, piece.delta.read(piece.run))
+        skip = (piece.first - piece.run.first) * size
+        pending += memoryview(kept[piece.delta][1])[skip : skip + (piece.end - piece.first) * size]
+        if len(pending) >= RUN_BYTES:
+            yield first, pending[:RUN_BYTES]
+            first, pending = first + RUN_BYTES // size, pending[RUN_BYTES:]
+    if pending:
+        yield first, pending

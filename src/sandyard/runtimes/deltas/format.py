@@ -25,7 +25,7 @@ Block = tuple[int, "bytes | bytearray | memoryview"]
 PARTIAL = ".part"  # behind the name of what is not whole yet
 _MAGIC = b"SYDELTA\x01"
 _ALIGN = 4096
-_RUN_BYTES = 1 << 20
+RUN_BYTES = 1 << 20
 _ENTRY = struct.Struct("<QIIQ16s")
 _FOOTER = struct.Struct("<8sIIQQQ104s16s")
 _DIGEST = 16
@@ -115,6 +115,20 @@ def write_delta(path: Path, blocks: Iterable[Block], *, block_size: int, size: i
 
     The last block of an image whose size is no multiple of `block_size` is filled up with zeros. Raises
     `ValueError` for blocks out of order, out of the image or of another size, and `OSError`."""
+    runs = _runs(blocks, block_size, size)
+    return write_runs(path, runs, block_size=block_size, size=size, parent=parent, durable=durable)
+
+
+def write_runs(
+    path: Path,
+    runs: Iterable[tuple[int, bytes | bytearray]],
+    *,
+    block_size: int,
+    size: int,
+    parent: str,
+    durable: bool,
+) -> int:
+    """`write_delta` of blocks that are runs already: ascending, of up to `RUN_BYTES`, zero ones apart from others."""
     name = parent.encode()
     if len(name) > _PARENT or not name:
         raise ValueError(f"parent {parent!r} is not 1 to {_PARENT} bytes")
@@ -122,7 +136,7 @@ def write_delta(path: Path, blocks: Iterable[Block], *, block_size: int, size: i
     try:
         with open(partial, "xb") as file:
             os.fchmod(file.fileno(), 0o400)
-            index = b"".join(_write_runs(file, _runs(blocks, block_size, size), block_size))
+            index = b"".join(_write_runs(file, runs, block_size))
             footer = _FOOTER.pack(
                 _MAGIC, block_size, len(index) // _ENTRY.size, size, file.tell(), 0, name.ljust(_PARENT, b"\0"), b""
             )[:-_DIGEST]
@@ -147,7 +161,7 @@ def _runs(blocks: Iterable[Block], block_size: int, size: int) -> Iterator[tuple
         if len(data) != block_size or number <= last or number * block_size >= size:
             raise ValueError(f"block {number} of {len(data)} bytes behind block {last}, in an image of {size} bytes")
         is_zero = data == zero
-        if pending and (number != last + 1 or is_zero != kind or len(pending) >= _RUN_BYTES):
+        if pending and (number != last + 1 or is_zero != kind or len(pending) >= RUN_BYTES):
             yield first, pending
             pending = bytearray()
         if not pending:
@@ -158,7 +172,7 @@ def _runs(blocks: Iterable[Block], block_size: int, size: int) -> Iterator[tuple
         yield first, pending
 
 
-def _write_runs(file: IO[bytes], runs: Iterable[tuple[int, bytearray]], block_size: int) -> Iterator[bytes]:
+def _write_runs(file: IO[bytes], runs: Iterable[tuple[int, bytes | bytearray]], block_size: int) -> Iterator[bytes]:
     """Write the data, and return the entries of the index."""
     for first, data in runs:
         is_zero = not any(data)

@@ -243,9 +243,10 @@ class MicroVMRuntime(Runtime):
         if instance is not None:
             instance.kill()  # whoever has the lock may wait for a guest that does not answer
         async with self._lock(sandbox_id):
-            await finish(self.host.remove(sandbox_id))
+            await finish(self._keeping.remove(sandbox_id))
 
     async def close(self) -> None:
+        await self._keeping.close()
         await self.host.close()
 
     async def _chosen(self) -> Choice:

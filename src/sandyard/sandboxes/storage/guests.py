@@ -9,6 +9,7 @@ from pathlib import Path
 from sandyard.errors import SandboxError
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import Checker
+from sandyard.runtimes.microvm.memory.image import Manifest, Unfit
 from sandyard.runtimes.microvm.qcow2 import Image, nested
 
 _MAGIC = b"QFI\xfb"  # of a qcow2 image
@@ -47,10 +48,12 @@ def _check(tool: str, path: Path) -> str:
 
 
 def _memory(layer: Path, *, deep: bool) -> None:
-    manifest = image.load(layer)
-    if deep:
-        Checker().check(layer, manifest)
-        return
-    for path in (image.part(layer, "ram"), image.part(layer, "state"), *image.pages_of(layer, manifest)):
-        if not path.is_file():
-            raise SandboxError(f"its memory is not whole: {path.name} is gone")
+    def look(manifest: Manifest) -> None:
+        if deep:
+            Checker().check(layer, manifest)
+            return
+        for path in (image.part(layer, "ram"), image.part(layer, "state"), *image.pages_of(layer, manifest)):
+            if not path.is_file():
+                raise Unfit(f"its memory is not whole: {path.name} is gone")
+
+    image.settled(layer, look)  # its server may compact it meanwhile

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 
 from sandyard.errors import SandboxError
-from sandyard.runtimes.deltas import Chain, Delta, merged, write_delta
+from sandyard.runtimes.deltas import Chain, Delta, write_delta
 from sandyard.runtimes.deltas.format import Block
 from sandyard.runtimes.durable import sync
 from sandyard.runtimes.finishing import ended
@@ -20,10 +20,10 @@ from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import STATE_MAX, digest_file, digest_ram
 from sandyard.runtimes.microvm.memory.fitting import load_fit
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
+from sandyard.runtimes.microvm.memory.merging import lowest, merge
+from sandyard.runtimes.microvm.memory.pagemap import PAGE, Span
 from sandyard.runtimes.microvm.memory.pages import (
-    PAGE,
     Region,
-    Span,
     changed,
     copy_out,
     copy_whole,
@@ -32,12 +32,13 @@ from sandyard.runtimes.microvm.memory.pages import (
 )
 from sandyard.runtimes.microvm.record import load_below, load_region
 
-MAX_DEPTH = 8
-"""How many deltas may lie on each other: each is mapped, or read, at every start."""
+MAX_DEPTH = 16
+"""How many deltas may ever lie on each other, where images come faster than they are compacted."""
 
 
 class Capture:
-    """Of `instance`, to become the image `name`; what is there under that name until then is a draft."""
+    """Of `instance`, to become the image `name`; what is there under that name until then is a draft. `floor`: how
+    many deltas of what was written are those that the guest was started from."""
 
     def __init__(self, host: Host, instance: MicroVMInstance, name: Path, fit: Fit) -> None:
         self._host = host
@@ -48,6 +49,7 @@ class Capture:
         below = load_below(host.layout.home(sandbox_id))
         self._below = host.layout.memory(sandbox_id) / below if below else None
         self._spans: Sequence[Span] = ()
+        self.floor = 0
 
     @classmethod
     async def prepare(cls, host: Host, instance: MicroVMInstance, name: Path) -> Capture:
@@ -74,10 +76,11 @@ class Capture:
         if self._below is None:
             manifest = Manifest(self._fit, hostname, conf_bytes, state, digest_ram(part(name, "ram")), [])
         else:
-            source, below = self._source(self._below, parent)
-            image.link(source, below, name, whats=("ram",))
-            pages = self._write_pages(source, below, durable)
-            manifest = Manifest(self._fit, hostname, below.conf_bytes, state, below.ram, pages)
+            shared = self._share(self._below, parent)
+            above = self._write_pages(shared, durable)
+            manifest = Manifest(
+                self._fit, hostname, shared.conf_bytes, state, shared.ram, above.pages, numbers=above.numbers
+            )
         os.link(self._host.layout.block(self._instance.spec.sandbox_id), part(name, "base"))
         part(name, "draft").unlink(missing_ok=True)
         if durable:
@@ -103,41 +106,43 @@ class Capture:
                 raise SandboxError(f"the VMM wrote a device state of {len(content)} bytes or more")
             copy.write(content)
 
-    def _source(self, below: Path, parent: Path | None) -> tuple[Path, Manifest]:
-        """The image that the new one is written above: what the guest was started from, or an earlier one of it."""
-        manifest = image.load(below)
+    def _share(self, below: Path, parent: Path | None) -> Manifest:
+        """Share the memory that the new one is written above: what the guest was started from, or an earlier one of
+        it."""
+        started = image.load(below)
+        self.floor = len(started.pages)
         if parent is not None and image.exists(parent):
-            try:
-                earlier = image.load(parent)
-            except Unfit:
-                return below, manifest
-            if earlier.stands_on(manifest) and len(earlier.pages) < MAX_DEPTH:
-                return parent, earlier
-        return below, manifest
+            with suppress(Unfit, FileNotFoundError):
+                if image.load(parent).stands_on(started):
+                    return self._seen(image.share(parent, self._name, whats=("ram",)), started)
+        return self._seen(image.share(below, self._name, whats=("ram",)), started)
 
-    def _write_pages(self, source: Path, below: Manifest, durable: bool) -> Sequence[str]:
-        """The digests of all deltas, of which the last is new."""
-        size, paths, pages = below.ram_bytes, image.pages_of(self._name, below), list(below.pages)
-        new = part(self._name, f"pages{len(pages)}")
-        with Chain(part(source, "ram"), paths) as chain:
+    def _seen(self, shared: Manifest, started: Manifest) -> Manifest:
+        if not shared.stands_on(started):  # it was compacted just now
+            self.floor = 0
+        return shared
+
+    def _write_pages(self, shared: Manifest, durable: bool) -> Manifest:
+        """What is shared, with one delta more."""
+        paths, what = image.pages_of(self._name, shared), f"pages{shared.next_number}"
+        new = part(self._name, what)
+        with Chain(part(self._name, "ram"), paths) as chain:
             blocks = self._differing(chain if paths else None)
-            write_delta(new, blocks, block_size=PAGE, size=size, parent=f"pages{len(pages)}", durable=durable)
-        if len(pages) + 1 > MAX_DEPTH:
-            new = self._flatten([*paths, new], size, durable)
-            pages = []
+            write_delta(new, blocks, block_size=PAGE, size=shared.ram_bytes, parent=what, durable=durable)
         with Delta(new) as delta:
-            return [*pages, delta.digest.hex()]
+            made = shared.topped(len(paths), delta.digest.hex())
+        return made if len(made.pages) <= MAX_DEPTH else self._flatten(made, durable)
 
-    def _flatten(self, paths: Sequence[Path], size: int, durable: bool) -> Path:
-        """Make one delta of all."""
-        whole, first = part(self._name, "pages"), part(self._name, "pages0")
-        with ExitStack() as stack:
-            deltas = [stack.enter_context(Delta(path)) for path in paths]
-            write_delta(whole, merged(deltas), block_size=PAGE, size=size, parent="pages0", durable=durable)
-        for path in paths:
+    def _flatten(self, made: Manifest, durable: bool) -> Manifest:
+        """Make one delta of several."""
+        paths = image.pages_of(self._name, made)
+        first = lowest([path.stat().st_size for path in paths], self.floor)
+        if first is None:
+            return made
+        later = merge(self._name, made, first, durable=durable)
+        for path in paths[first:]:
             path.unlink()
-        whole.rename(first)
-        return first
+        return later
 
     def _differing(self, chain: Chain | None) -> Iterator[Block]:
         """The changed pages that are not as they lie below: some were only written again."""

@@ -8,6 +8,9 @@ need each other, nor a template that is as it was, and copies of both share the 
 
 So it is with the disk: the layer itself is the uppermost of its images, `NAME.disk0` and so on lie below, the lowest
 first, and `NAME.blank` below all, unless the lowest stands for itself.
+
+The manifest says which pages there are. Several may become one at any time, which then has a name that none had
+before: what reads an image by an earlier manifest finds all that this names, or misses one and reads anew (`settled`).
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.exchange import put_in_place
 from sandyard.runtimes.microvm.qcow2 import header_of
 
 FORMAT = 2
@@ -39,6 +44,9 @@ _WORDS = {
     "image": "block image of the template",
     "layers": "layers below",
 }
+
+
+_Result = TypeVar("_Result")
 
 
 class Unfit(SandboxError):
@@ -63,10 +71,10 @@ class Fit:
 
     def check(self, here: Fit, what: Path) -> None:
         """Raises `Unfit` naming the first thing that is otherwise `here`."""
-        for field in fields(self):
-            theirs, ours = getattr(self, field.name), getattr(here, field.name)
+        for each in fields(self):
+            theirs, ours = getattr(self, each.name), getattr(here, each.name)
             if theirs != ours:
-                word = _WORDS[field.name]
+                word = _WORDS[each.name]
                 raise Unfit(f"the memory of {what.name} was taken with another {word}: {theirs}, here it is {ours}")
 
 
@@ -74,7 +82,8 @@ class Fit:
 class Manifest:
     """`ram`: digests of its chunks of 1 MiB that have data, by number; `pages`: those of the deltas' footers; `disks`:
     those of the disk's images, the lowest first, of which the last is the layer; none for a suspended sandbox, whose
-    disk is its own; `blank`: that of what lies below them, if anything does."""
+    disk is its own; `blank`: that of what lies below them, if anything does; `numbers`: those in the names of the
+    deltas, ascending; where there are none, 0 and so on."""
 
     fit: Fit
     hostname: str
@@ -84,10 +93,26 @@ class Manifest:
     pages: Sequence[str]
     disks: Sequence[str] = ()
     blank: str = ""
+    numbers: Sequence[int] = field(default_factory=list)
 
     @property
     def ram_bytes(self) -> int:
         return self.fit.memory_mb << 20
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the deltas, behind that of the image."""
+        return [f"pages{number}" for number in self.numbers or range(len(self.pages))]
+
+    @property
+    def next_number(self) -> int:
+        """Of the name of a delta that is to come."""
+        return self.numbers[-1] + 1 if self.numbers else len(self.pages)
+
+    def topped(self, first: int, digest: str) -> Manifest:
+        """With one delta, that of `next_number`, in place of those from `first`, or above them all."""
+        numbers = [*(self.numbers or range(len(self.pages)))][:first]
+        return replace(self, pages=[*self.pages[:first], digest], numbers=[*numbers, self.next_number])
 
     def stands_on(self, below: Manifest) -> bool:
         """Whether `below` is this one's RAM with some of its pages."""
@@ -99,7 +124,7 @@ def part(name: Path, what: str) -> Path:
 
 
 def pages_of(name: Path, manifest: Manifest) -> Sequence[Path]:
-    return [part(name, f"pages{number}") for number in range(len(manifest.pages))]
+    return [part(name, what) for what in manifest.names]
 
 
 def disks_of(name: Path, count: int, *, blank: bool) -> Sequence[Path]:
@@ -143,16 +168,31 @@ def exists(name: Path) -> bool:
 
 def save(name: Path, manifest: Manifest, *, durable: bool) -> None:
     """Write the manifest; all else is there. Raises `OSError`."""
+    os.replace(_write(name, manifest, durable), part(name, "memory"))
+    if durable:
+        sync(name.parent)
+
+
+def save_again(name: Path, manifest: Manifest) -> None:
+    """Put another manifest in the place of the one there is. Raises `FileNotFoundError` where somebody removed that:
+    the image is gone, and stays so; `OSError`."""
+    scratch = _write(name, manifest, True)
+    try:
+        put_in_place(scratch, part(name, "memory"))
+    finally:
+        scratch.unlink(missing_ok=True)
+    sync(name.parent)
+
+
+def _write(name: Path, manifest: Manifest, durable: bool) -> Path:
     content = json.dumps({"format": FORMAT, **asdict(manifest)}, separators=(",", ":")).encode()
-    path, scratch = part(name, "memory"), part(name, "memory.part")
+    scratch = part(name, "memory.part")
     with open(scratch, "wb") as file:
         file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         file.flush()
         if durable:
             os.fsync(file.fileno())
-    os.replace(scratch, path)
-    if durable:
-        sync(path.parent)
+    return scratch
 
 
 def load(name: Path) -> Manifest:
@@ -172,11 +212,37 @@ def load(name: Path) -> Manifest:
     return Manifest(**{**record, "fit": Fit(**record["fit"])})
 
 
-def link(source: Path, manifest: Manifest, target: Path, *, whats: Sequence[str] = _WHATS) -> None:
-    """Give the pages of `source`, and `whats`, the names of `target` too; its manifest is left to be saved.
-    Raises `OSError`."""
-    for what in (*whats, *(f"pages{number}" for number in range(len(manifest.pages)))):
-        os.link(part(source, what), part(target, what))
+def settled(name: Path, work: Callable[[Manifest], _Result]) -> _Result:
+    """What `work` gives for the manifest; where it fails with what is not there any more, once more for the manifest
+    that took its place meanwhile. Raises what it raises."""
+    manifest = load(name)
+    while True:
+        try:
+            return work(manifest)
+        except (Unfit, FileNotFoundError):
+            later = load(name)
+            if later == manifest:
+                raise
+            manifest = later
+
+
+def share(source: Path, target: Path, *, whats: Sequence[str] = _WHATS) -> Manifest:
+    """Give the pages of `source`, and `whats`, the names of `target` too, whose manifest is left to be saved; what that
+    says of them. Raises `Unfit`, `OSError`, with nothing shared."""
+
+    def link(manifest: Manifest) -> Manifest:
+        done: list[Path] = []
+        try:
+            for what in (*whats, *manifest.names):
+                os.link(part(source, what), part(target, what))
+                done.append(part(target, what))
+        except BaseException:
+            for path in done:
+                path.unlink(missing_ok=True)
+            raise
+        return manifest
+
+    return settled(source, link)
 
 
 def remove(name: Path) -> None:
@@ -205,7 +271,8 @@ def taken(name: Path, names: int = 1) -> int:
     of the disk have two, while their sandbox is there."""
     found = 0
     for path in (name, *name.parent.glob(f"{name.name}.*")):
-        stat, own = path.stat(), path == name
-        if own or stat.st_nlink <= (max(names, 2) if path.suffix.startswith(".disk") else names):
-            found += stat.st_blocks * 512
+        with suppress(FileNotFoundError):  # it was compacted just now
+            stat, own = path.stat(), path == name
+            if own or stat.st_nlink <= (max(names, 2) if path.suffix.startswith(".disk") else names):
+                found += stat.st_blocks * 512
     return found

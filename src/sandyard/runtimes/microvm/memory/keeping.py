@@ -15,6 +15,7 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
+from sandyard.runtimes.microvm.memory.compaction import Compactor
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
 from sandyard.runtimes.microvm.memory.sharing import share
 from sandyard.runtimes.microvm.memory.suspending import Suspending
@@ -29,7 +30,8 @@ class Keeping:
         self._bring_up = bring_up
         self._restorer = Restorer(host, bring_up)
         self._bases = Bases(host, bring_up, self._restorer)
-        self.suspending = Suspending(host, self._restorer)
+        self._compactor = Compactor(self._restorer.trust)
+        self.suspending = Suspending(host, self._restorer, self._compactor)
 
     async def create(self, choice: Choice, spec: SandboxSpec) -> MicroVMInstance:
         """A copy of the memory it is to have, or of a base; only on files that were committed without memory it
@@ -61,12 +63,24 @@ class Keeping:
             manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
             sealed = await share(self._host, spec, swap.number, target, manifest, halted=False, durable=durable)
             await ended(self._restorer.trust, target, sealed)
-            return await ended(image.taken, target)
+            size = await ended(image.taken, target)
+            if durable:  # what is to go again soon is not worth it
+                self._compactor.soon(target, capture.floor)
+            return size
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:
             await ended(image.remove_half, target)
             await shortening.begin(self._host, instance)
+
+    async def remove(self, sandbox_id: str) -> None:
+        """`Host.remove`."""
+        await self._compactor.leave(self._host.layout.memory(sandbox_id))
+        await self._host.remove(sandbox_id)
+
+    async def close(self) -> None:
+        """Let go of what works in the background."""
+        await self._compactor.close()
 
     async def _take(self, instance: MicroVMInstance, capture: Capture, swap: commits.Swap) -> None:
         """Memory, devices and disk of one instant; then it goes on, if it ran."""

@@ -9,14 +9,10 @@ from pathlib import Path
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas.extents import extents
+from sandyard.runtimes.microvm.memory.pagemap import PAGE, Span, own_pages
 
-PAGE = 4096
 BACKEND = "memfd:memory-backend-memfd"  # as QEMU names the file it makes
 _WINDOW = 1 << 20
-_ENTRY = 8  # bytes of a page in /proc/PID/pagemap, whose last has present (0x80), swapped (0x40), of a file (0x20)
-_OWN = bytes(1 if flags & 0xC0 and not flags & 0x20 else 0 for flags in range(256))
-Span = tuple[int, int]
-"""Numbers of pages: the first, and the one behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +39,7 @@ def find_region(pid: int, size: int) -> Region:
 
 def changed(region: Region) -> Sequence[Span]:
     """The pages that are the process's own: a guest wrote to them since their file was mapped. Raises `OSError`."""
-    with open(f"/proc/{region.pid}/pagemap", "rb", buffering=0) as file:
-        entries = os.pread(file.fileno(), region.size // PAGE * _ENTRY, region.start // PAGE * _ENTRY)
-    if len(entries) != region.size // PAGE * _ENTRY:
-        raise OSError(f"/proc/{region.pid}/pagemap ended early: the VMM is gone")
-    return list(_spans(entries[_ENTRY - 1 :: _ENTRY].translate(_OWN)))
-
-
-def _spans(marks: bytes) -> Iterator[Span]:
-    end = 0
-    while (first := marks.find(1, end)) >= 0:
-        end = marks.find(0, first)
-        end = len(marks) if end < 0 else end
-        yield first, end
+    return own_pages(region.pid, region.start, region.size)
 
 
 def copy_out(region: Region, spans: Sequence[Span], draft: Path) -> None:

@@ -28,7 +28,8 @@ from sandyard.runtimes.microvm.memory.checking import Checker
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
-from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
+from sandyard.runtimes.microvm.memory.pagemap import PAGE
+from sandyard.runtimes.microvm.memory.pages import Region, find_region
 from sandyard.runtimes.microvm.memory.sharing import give
 from sandyard.runtimes.microvm.record import save_region
 
@@ -56,14 +57,13 @@ class Restorer:
     async def fitting(self, choice: Choice, spec: SandboxSpec, name: Path) -> Manifest:
         """The manifest of an image that fits. Raises `CreateFailed("snapshot")`; nothing was touched."""
 
-        def look() -> Manifest:
-            manifest = image.load(name)
+        def look(manifest: Manifest) -> Manifest:
             manifest.fit.check(fit_of(self._host, choice, spec, part(name, "base")), name)
             self._checker.check(name, manifest)
             return manifest
 
         try:
-            return await ended(look)
+            return await ended(image.settled, name, look)
         except OSError as error:
             raise CreateFailed("snapshot", f"the memory of {name.name} is not whole: {error}") from error
         except Unfit as error:
@@ -72,7 +72,7 @@ class Restorer:
     async def copy(self, choice: Choice, spec: SandboxSpec, layer: Path, manifest: Manifest) -> MicroVMInstance:
         """A new sandbox with the disk `layer` and the memory beside it. Raises `CreateFailed`; what was made is
         left."""
-        await ended(self._give_disk, spec, layer, manifest)
+        manifest = await ended(self._give_disk, spec, layer, manifest)
         instance = await self.start(choice, spec, self._host.layout.memory(spec.sandbox_id) / "0", manifest)
         await self._introduce(instance, spec)
         return instance
@@ -110,16 +110,20 @@ class Restorer:
         except (AgentLinkError, GuestError) as error:
             raise CreateFailed("agent", error.message) from error
 
-    def _give_disk(self, spec: SandboxSpec, layer: Path, manifest: Manifest) -> None:
+    def _give_disk(self, spec: SandboxSpec, layer: Path, manifest: Manifest) -> Manifest:
+        """Its files; the manifest of those of its memory, which may have become fewer since it was checked."""
         layout = self._host.layout
         memory = layout.memory(spec.sandbox_id)
         try:
             self._host.starter.make_own(spec.sandbox_id)
             memory.mkdir(mode=0o700)
-            image.link(layer, manifest, memory / "0")
+            own_memory = replace(image.share(layer, memory / "0"), disks=(), blank="")
+            if own_memory.pages != manifest.pages:
+                self._checker.check(memory / "0", own_memory)
             os.link(part(layer, "base"), layout.block(spec.sandbox_id))
-            image.save(memory / "0", replace(manifest, disks=(), blank=""), durable=False)
+            image.save(memory / "0", own_memory, durable=False)
             give(Disks(layout, spec), layer, manifest)
+            return own_memory
         except (OSError, SandboxError) as error:
             raise CreateFailed("disk", str(error)) from error
 

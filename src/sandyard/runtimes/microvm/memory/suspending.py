@@ -20,7 +20,7 @@ from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image, suspended
 from sandyard.runtimes.microvm.memory.capture import Capture
-from sandyard.runtimes.microvm.memory.image import Manifest
+from sandyard.runtimes.microvm.memory.compaction import Compactor
 from sandyard.runtimes.microvm.memory.restore import Restorer
 from sandyard.runtimes.microvm.memory.sharing import share
 from sandyard.runtimes.microvm.memory.suspended import Suspended
@@ -32,9 +32,10 @@ log = structlog.get_logger("sandyard.microvm")
 class Suspending:
     """Of `host`. Whoever calls holds the sandbox's lock."""
 
-    def __init__(self, host: Host, restorer: Restorer) -> None:
+    def __init__(self, host: Host, restorer: Restorer, compactor: Compactor) -> None:
         self._host = host
         self._restorer = restorer
+        self._compactor = compactor
 
     async def suspend(self, instance: MicroVMInstance) -> None:
         """`Runtime.suspend` of one that runs, or stands still."""
@@ -44,7 +45,9 @@ class Suspending:
         record = Suspended(spec, name, await ended(Disks(layout, spec).top))
         await finish(self._suspend(instance, record))
         await finish(self._host.end(spec.sandbox_id))
+        await self._compactor.leave(layout.memory(spec.sandbox_id))
         await ended(suspended.tidy, layout, record)
+        self._compactor.soon(layout.memory(spec.sandbox_id) / name)
         await finish(self._shorten(record))
 
     async def _suspend(self, instance: MicroVMInstance, record: Suspended) -> None:
@@ -88,6 +91,7 @@ class Suspending:
         if record is None:
             raise CreateFailed("snapshot", f"sandbox {sandbox_id} is not suspended")
         name = layout.memory(sandbox_id) / record.image
+        await self._compactor.leave(name.parent)
         manifest = await self._restorer.fitting(choice, spec, name)
         await finish(self._host.end(sandbox_id))  # of a start that failed, or of a suspend that was not finished
         await ended(suspended.tidy, layout, record)
@@ -98,6 +102,7 @@ class Suspending:
             await ended(suspended.forget, layout, sandbox_id)
             await self._settle(sandbox_id)
             await shortening.begin(self._host, instance)
+            self._compactor.soon(name)  # nothing is opened by the names of its files any more
             return instance
         except (SandboxError, GuestError, OSError) as error:
             await finish(self._host.end(sandbox_id))
@@ -134,14 +139,9 @@ class Suspending:
         """`Runtime.commit_halted` with memory. Raises `SandboxError`."""
         name = self._host.layout.memory(record.spec.sandbox_id) / record.image
 
-        def linked() -> Manifest:
-            manifest = image.load(name)
-            image.link(name, manifest, target)
-            return manifest
-
         await ended(image.check_new, target)
         try:
-            manifest = await ended(linked)
+            manifest = await ended(image.share, name, target)
             await share(self._host, record.spec, record.disk, target, manifest, halted=True, durable=True)
             # What it alone shares with the sandbox stays when that goes on.
             return await ended(image.taken, target, 2)
@@ -152,4 +152,5 @@ class Suspending:
 
     async def forget(self, sandbox_id: str) -> None:
         """Nothing of its memory is left; it has no VMM."""
+        await self._compactor.leave(self._host.layout.memory(sandbox_id))
         await asyncio.to_thread(remove_tree, self._host.layout.memory(sandbox_id))
