@@ -97,7 +97,7 @@ class Bases:
             await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
-            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
+            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, durable=True))
             await self._host.end(spec.sandbox_id)
             await commits.commit_halted(self._host, spec, name)
             sealed = await ended(lambda: seal(name, manifest, durable=True))

@@ -17,7 +17,9 @@ from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.checking import seal
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
+from sandyard.runtimes.microvm.memory.suspended import next_image
 from sandyard.runtimes.microvm.memory.suspending import Suspending
+from sandyard.runtimes.microvm.record import load_below
 from sandyard.runtimes.microvm.starting import split_layers
 
 
@@ -48,26 +50,28 @@ class Keeping:
         manifest = await self._restorer.fitting(choice, below, layer)
         return await self._restorer.copy(choice, below, layer, manifest)
 
-    async def commit(self, instance: MicroVMInstance, target: Path, parent: Path | None, *, durable: bool) -> int:
-        """`Instance.commit` with memory."""
+    async def commit(self, instance: MicroVMInstance, target: Path, *, durable: bool) -> int:
+        """`Instance.commit` with memory. The guest goes on above what was taken of it, as an image of its own."""
         spec = instance.spec
         commits.check_depth(spec)
         await ended(image.check_new, target)
-        capture = await Capture.prepare(self._host, instance, target)
+        own = self._host.layout.memory(spec.sandbox_id) / await ended(next_image, self._host.layout, spec.sandbox_id)
+        capture = await Capture.prepare(self._host, instance, own)
         swap = await commits.Swap.prepare(self._host, instance)
         try:
             await finish(self._take(instance, capture, swap))
-            conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
-            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
+            await ended(self._write, spec, capture, own, target, durable)
             size = await commits.flatten(self._host, spec, swap.number, target, durable)
+            manifest = await ended(image.load, own)
             sealed = await ended(lambda: seal(target, manifest, durable=durable))
             await ended(self._restorer.trust, target, sealed)
             await commits.shorten(self._host, instance)
-            return size + await ended(image.taken, target)
+            return size + await ended(image.taken, target, 2)
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:
             await ended(image.remove_half, target)
+            await ended(self._keep_below, spec)
 
     async def _take(self, instance: MicroVMInstance, capture: Capture, swap: commits.Swap) -> None:
         """Memory, devices and disk of one instant; then it goes on, if it ran."""
@@ -80,6 +84,20 @@ class Keeping:
                 swap.drop()
                 raise
             await swap.do()
+            await capture.rebase()
         finally:
             if not instance.paused:
                 await instance.go_on()
+        await capture.release()
+
+    def _write(self, spec: SandboxSpec, capture: Capture, own: Path, target: Path, durable: bool) -> None:
+        conf_bytes = conf.bytes_of(self._host.layout.disk(spec.sandbox_id) / "conf.img")
+        manifest = capture.write(spec.hostname, conf_bytes, durable=durable)
+        image.save(own, manifest, durable=False)
+        image.link(own, manifest, target)
+
+    def _keep_below(self, spec: SandboxSpec) -> None:
+        """Of its own images only the one that it goes on above is needed; while that is not whole, all of them."""
+        home, name = self._host.layout.memory(spec.sandbox_id), load_below(self._host.layout.home(spec.sandbox_id))
+        if not name or image.exists(home / name):
+            image.keep_only(home, name)

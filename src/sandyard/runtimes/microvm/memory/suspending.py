@@ -53,7 +53,7 @@ class Suspending:
                 await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(layout.disk(record.spec.sandbox_id) / "conf.img")
-            manifest = await ended(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
+            manifest = await ended(lambda: capture.write(record.spec.hostname, conf_bytes, durable=True))
             await ended(lambda: image.save(name, manifest, durable=True))
             await ended(self._restorer.trust, name, manifest)
             await ended(suspended.save, layout, record)
