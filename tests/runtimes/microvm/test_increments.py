@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sandyard.errors import SandboxError
-from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import capture, image, rebasing
-from sandyard.runtimes.microvm.memory.image import part
 from sandyard.runtimes.microvm.record import load_below, save_below
-from tests.runtimes.microvm.test_memory import copied, layers, made
+from tests.runtimes.microvm.test_memory import SMALL, copied, layers, made
 
 __all__ = ["layers"]
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
@@ -164,16 +164,27 @@ async def test_a_paused_one_is_taken_as_it_stands(runtime: MicroVMRuntime, base:
         assert await held(copy) == content
 
 
-async def test_one_that_booted_keeps_nothing_of_what_was_taken(
+async def test_what_was_committed_without_memory_boots_once(
     runtime: MicroVMRuntime, base: Rootfs, layers: Path
 ) -> None:
-    """On files that were committed without memory: it goes on above no image."""
+    """Each later sandbox on those files is a copy of the first, with all that it has to have of its own."""
     instance, kit = await made(runtime, base, "first")
     await kit.output("echo kept > /root/file")
     await instance.commit(layers / "files", durable=False)
-    stack = Rootfs([layers / "files", *base.layers])
-    booted = await runtime.create(SandboxSpec("booted", stack, Resources(memory_mb=128, disk_mb=64), hostname="booted"))
+    await runtime.destroy("first")
+    before = set(runtime.host.layout.bases.iterdir())
+    stack = replace(base, layers=[layers / "files", *base.layers])
+    ids = []
     for name in ("one", "two"):
-        await booted.commit(layers / name, memory=True, durable=False)
-    assert os.listdir(runtime.host.layout.memory("booted")) == ["base"]
-    assert part(layers / "two", "ram").stat().st_nlink == 1
+        made_of_it = await runtime.create(SandboxSpec(name, stack, SMALL, hostname=name))
+        copy = Kit(runtime, stack, made_of_it)
+        assert await copy.output("cat /root/file; hostname; echo more >> /root/file; wc -l < /root/file") == (
+            f"kept\n{name}\n2"
+        )
+        ids.append(await copy.output("cat /proc/sys/kernel/random/boot_id /proc/sys/kernel/random/uuid"))
+    new = [home for home in runtime.host.layout.bases.iterdir() if home not in before and home.is_dir()]
+    assert len(new) == 1, [image.load(home / "base").fit for home in new]
+    assert not set(ids[0].split()) & set(ids[1].split())
+    await made_of_it.commit(layers / "again", memory=True, durable=False)
+    async with copied(runtime, stack, layers / "again", "copy") as last:
+        assert await last.output("cat /root/file; hostname") == "kept\nmore\ncopy"

@@ -20,7 +20,7 @@ from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
 from sandyard.runtimes.microvm.memory.suspended import next_image
 from sandyard.runtimes.microvm.memory.suspending import Suspending
 from sandyard.runtimes.microvm.record import load_below
-from sandyard.runtimes.microvm.starting import split_layers
+from sandyard.runtimes.microvm.starting import LAYER_FILES_MAX, split_layers
 
 
 class Keeping:
@@ -34,11 +34,11 @@ class Keeping:
         self.suspending = Suspending(host, self._restorer)
 
     async def create(self, choice: Choice, spec: SandboxSpec) -> MicroVMInstance:
-        """A copy of the memory it is to have, or of a base; only on files that were committed without memory it
+        """A copy of the memory it is to have, or of a base; only where no layer can be added, as making one does, it
         boots. Raises `CreateFailed`; what was made is left."""
         if spec.memory is not None:
             return await self._copy(choice, spec, spec.memory)
-        if split_layers(spec.rootfs.layers)[1]:
+        if len(split_layers(spec.rootfs.layers)[1]) == LAYER_FILES_MAX:
             return await self._bring_up.start(choice, spec, used=False)
         layer, manifest = await self._bases.get(choice, spec)
         return await self._restorer.copy(choice, spec, layer, manifest)
