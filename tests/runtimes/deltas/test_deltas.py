@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from hypothesis.strategies import composite
 
 from sandyard.runtimes.container.derived import parent_of
-from sandyard.runtimes.deltas import Chain, Delta, DeltaDamaged, differing, materialise, merged, write_delta
+from sandyard.runtimes.deltas import (
+    Chain,
+    Delta,
+    DeltaDamaged,
+    Placed,
+    differing,
+    index_delta,
+    materialise,
+    merged,
+    write_delta,
+)
 from sandyard.runtimes.deltas.format import parent_name
 
 BLOCK = 4096
@@ -176,3 +186,74 @@ def test_what_exists_is_not_replaced(whole: Path) -> None:
         write_delta(whole, [], block_size=BLOCK, size=BLOCK, parent="base", durable=False)
     assert whole.read_bytes() == before
     assert [path.name for path in whole.parent.iterdir()] == ["d"]
+
+
+def _placed(draft: Path, blocks: dict[int, int], drop: int | None = None) -> list[Placed]:
+    """Blocks of one byte each, neighbours as one run, as they lie in `draft`; `drop` lies there too, in no run."""
+    runs: list[Placed] = []
+    with open(draft, "wb") as file:
+        for number, byte in sorted(blocks.items()):
+            offset, data = file.tell(), bytes([byte]) * BLOCK
+            file.write(data)
+            if number == drop:
+                continue
+            if runs and runs[-1].first + len(runs[-1].data) // BLOCK == number:
+                runs[-1] = runs[-1]._replace(data=runs[-1].data + data)
+            else:
+                runs.append(Placed(number, offset, data))
+    return runs
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks=st.dictionaries(st.integers(0, 60), st.integers(0, 2), max_size=30), dropped=st.integers(0, 60))
+def test_data_that_lies_there_becomes_a_delta_as_it_is(
+    tmp_path_factory: pytest.TempPathFactory, blocks: dict[int, int], dropped: int
+) -> None:
+    folder = tmp_path_factory.mktemp("placed")
+    draft, path = folder / "draft", folder / "delta"
+    runs = _placed(draft, blocks, dropped)
+    index_delta(draft, path, runs, block_size=BLOCK, size=64 * BLOCK, parent="none", durable=False)
+    assert [entry.name for entry in folder.iterdir()] == ["delta"]
+    with Delta(path) as delta:
+        delta.verify()
+        kept = {number: byte for number, byte in blocks.items() if number != dropped}
+        assert {number: data[0] for number, data in delta.blocks()} == kept
+        assert all(bytes(data) == bytes([data[0]]) * BLOCK for _, data in delta.blocks())
+        assert delta.data_bytes == sum(byte != 0 for byte in kept.values()) * BLOCK
+
+
+def test_what_no_run_names_and_what_is_zero_takes_no_place(tmp_path: Path) -> None:
+    draft, path = tmp_path / "draft", tmp_path / "delta"
+    blocks = {number: int(number >= 200) for number in range(400)} | {number: 7 for number in range(600, 800)}
+    runs = [run for run in _split(_placed(draft, blocks)) if run.first < 600]
+    index_delta(draft, path, runs, block_size=BLOCK, size=1000 * BLOCK, parent="none", durable=True)
+    assert 200 * BLOCK <= path.stat().st_blocks * 512 < 210 * BLOCK
+    with open(path, "rb") as file:
+        assert file.read(200 * BLOCK) == bytes(200 * BLOCK)  # as whoever has mapped it sees it
+
+
+def _split(runs: list[Placed]) -> list[Placed]:
+    """No longer than a run may be."""
+    most = 256 * BLOCK
+    return [
+        Placed(run.first + at // BLOCK, run.offset + at, run.data[at : at + most])
+        for run in runs
+        for at in range(0, len(run.data), most)
+    ]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [Placed(1, 0, bytes(BLOCK)), Placed(0, BLOCK, bytes(BLOCK))],
+        [Placed(1, 0, bytes(2 * BLOCK)), Placed(2, BLOCK, bytes(BLOCK))],
+        [Placed(0, 512, b"x" * BLOCK)],
+        [Placed(0, 0, b"x" * (257 * BLOCK))],
+    ],
+)
+def test_runs_that_no_delta_can_have_are_refused(tmp_path: Path, runs: list[Placed]) -> None:
+    draft, path = tmp_path / "draft", tmp_path / "delta"
+    draft.write_bytes(b"x" * (300 * BLOCK))
+    with pytest.raises(ValueError, match="draft, behind block"):
+        index_delta(draft, path, runs, block_size=BLOCK, size=1000 * BLOCK, parent="none", durable=False)
+    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from sandyard.runtimes.base import Rootfs, SandboxSpec
+from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.deltas import Chain
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
@@ -27,7 +27,7 @@ from sandyard.runtimes.microvm.record import save_below, save_region
 MB = 4
 PAGES = (MB << 20) // PAGE
 FIT = Fit("tcg", "q35", "max", "7.2", "6.1", 1, MB, 16, False, "image", [])
-SPEC = SandboxSpec("one", Rootfs([]), hostname="box")
+SPEC = SandboxSpec("one", Rootfs([]), Resources(disk_mb=16), hostname="box")
 
 
 def memory_of(name: Path) -> bytes:
@@ -101,10 +101,13 @@ class PaperGuest:
     def copy_out(self, _: object, spans: Sequence[Span], draft: Path) -> None:
         draft.write_bytes(b"".join(self.ram[first * PAGE : end * PAGE] for first, end in spans))
 
-    async def execute(self, command: str, arguments: dict[str, Any], **_: object) -> None:
+    async def execute(self, command: str, arguments: dict[str, Any] = {}, **_: object) -> list[object]:  # noqa: B006
+        if command == "query-jobs":
+            return []
         assert command == "xen-save-devices-state"
         path = self._host.layout.disk("one") / Path(arguments["filename"]).relative_to(OWN)
         path.write_bytes(os.urandom(100))
+        return []
 
     async def freeze(self, frozen: bool) -> None:
         assert not frozen

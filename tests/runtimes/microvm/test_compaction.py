@@ -24,8 +24,9 @@ from sandyard.config import PathSettings, Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta, write_delta
-from sandyard.runtimes.microvm import conf, disk
+from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image, merging, suspended
@@ -38,6 +39,7 @@ from sandyard.runtimes.microvm.memory.pagemap import PAGE
 from sandyard.runtimes.microvm.memory.restore import Restorer
 from sandyard.runtimes.microvm.memory.suspending import Suspending
 from tests.runtimes.microvm.paper import MB, SPEC, PaperGuest, base, bytes_of, memory_of, paper_guest
+from tests.yard import needs_qemu
 
 DEEPEST = 2 * KEPT
 """An image whose lower deltas are others' too has at most so many."""
@@ -437,13 +439,16 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     for path in (made.layout.home("one"), made.layout.memory("one"), made.layout.disk("one")):
         path.mkdir(parents=True)
     made.layout.block("one").write_bytes(b"block image")
-    for each in (disk.BLANK, disk.image(0)):
-        (made.layout.disk("one") / each).touch()
-    monkeypatch.setattr(disk, "above", lambda *_: None)
+    made.layout.images.mkdir()
+    disks = Disks(made.layout, SPEC)
+    disks.prepare()
+    disks.add()
     monkeypatch.setattr(conf, "bytes_of", lambda _: 4096)
     return made
 
 
+@needs_qemu
+@pytest.mark.root
 @pytest.mark.parametrize("quick", [False, True], ids=["with time", "without"])
 async def test_thirty_pauses_keep_few_parts(host: Host, monkeypatch: pytest.MonkeyPatch, quick: bool) -> None:
     guest = paper_guest(host, monkeypatch)
@@ -488,19 +493,17 @@ async def test_snapshots_of_copies_of_snapshots_stay_few_parts_and_their_own(
         image.remove(memory / "0")
         image.save(memory / "0", image.share(last, memory / "0"), durable=False)
         guest.start(memory / "0")
-        parent = last
         for second in ("a", "b"):
             guest.work(8)
             last = layers / f"{count}{second}"
             capture = await Capture.prepare(host, guest.instance, last)
             await capture.take()
-            manifest = capture.write("box", 4096, parent, durable=True)
+            manifest = capture.write("box", 4096, durable=True)
             assert len(manifest.pages) <= DEEPEST + 1
             assert capture.floor == len(image.load(memory / "0").pages)
             image.save(last, manifest, durable=True)
             assert manifest.stands_on(image.load(memory / "0"))
             compactor.soon(last, capture.floor)
-            parent = last
             contents[last] = bytes(guest.ram)
             if count % 3 == 0:
                 await compactor.idle()

@@ -158,7 +158,7 @@ async def test_memory_is_recorded_as_of_what_its_vmm_was_made_on(host: Host, tmp
     part(name, "ram").write_bytes(bytes(4 << 20))
     part(name, "state").write_bytes(b"devices")
     capture = await Capture.prepare(host, _instance(), name)
-    assert capture.write("box", 4096, None, durable=False).fit == FIT  # of no QEMU, kernel or size that is here now
+    assert capture.write("box", 4096, durable=False).fit == FIT  # of no QEMU, kernel or size that is here now
     assert not image.exists(name)
 
 
@@ -179,9 +179,9 @@ async def test_what_is_to_last_is_synced_with_all_it_shares(
     save_fit(host.layout.home("one"), FIT)
     save_below(host.layout.home("one"), "0")
     part(name, "state").write_bytes(b"devices")
-    part(name, "draft").touch()
+    part(name, "pages.draft").touch()
     capture = await Capture.prepare(host, _instance(), name)
-    manifest = capture.write("box", 4096, None, durable=durable)
+    manifest = capture.write("box", 4096, durable=durable)
     image.save(name, manifest, durable=durable)
     files = (*image.parts_of(name, manifest), part(name, "memory"), tmp_path)
     parts = {path.name: path.stat().st_ino for path in files}

@@ -2,6 +2,17 @@
 
 from sandyard.runtimes.deltas.chain import Chain, materialise, merged
 from sandyard.runtimes.deltas.compare import differing
-from sandyard.runtimes.deltas.format import Delta, DeltaDamaged, Run, write_delta
+from sandyard.runtimes.deltas.format import Delta, DeltaDamaged, Placed, Run, index_delta, write_delta
 
-__all__ = ["Chain", "Delta", "DeltaDamaged", "Run", "differing", "materialise", "merged", "write_delta"]
+__all__ = [
+    "Chain",
+    "Delta",
+    "DeltaDamaged",
+    "Placed",
+    "Run",
+    "differing",
+    "index_delta",
+    "materialise",
+    "merged",
+    "write_delta",
+]

@@ -8,6 +8,8 @@ run's of its data, the footer's of the index and of the footer before it, so tha
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import os
 import struct
@@ -31,6 +33,10 @@ _FOOTER = struct.Struct("<8sIIQQQ104s16s")
 _DIGEST = 16
 _PARENT = 104  # bytes of a parent's name
 _NO_DIGEST = bytes(_DIGEST)
+_PUNCH = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, FALLOC_FL_KEEP_SIZE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class DeltaDamaged(SandboxError):
@@ -49,6 +55,14 @@ class Run:
     @property
     def end(self) -> int:
         return self.first + self.blocks
+
+
+class Placed(NamedTuple):
+    """Blocks from number `first` that lie in a file already, at `offset`: a multiple of 4096; at most 1 MiB."""
+
+    first: int
+    offset: int
+    data: bytes
 
 
 class Delta:
@@ -129,21 +143,13 @@ def write_runs(
     durable: bool,
 ) -> int:
     """`write_delta` of blocks that are runs already: ascending, of up to `RUN_BYTES`, zero ones apart from others."""
-    name = parent.encode()
-    if len(name) > _PARENT or not name:
-        raise ValueError(f"parent {parent!r} is not 1 to {_PARENT} bytes")
+    name = _parent_field(parent)
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "xb") as file:
             os.fchmod(file.fileno(), 0o400)
             index = b"".join(_write_runs(file, runs, block_size))
-            footer = _FOOTER.pack(
-                _MAGIC, block_size, len(index) // _ENTRY.size, size, file.tell(), 0, name.ljust(_PARENT, b"\0"), b""
-            )[:-_DIGEST]
-            file.write(index + footer + _digest(index + footer))
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+            _write_end(file, index, name, block_size, size, durable)
         taken = partial.stat().st_blocks * 512
         os.link(partial, path)  # unlike a rename, it does not replace
     finally:
@@ -151,6 +157,74 @@ def write_runs(
     if durable:
         sync(path.parent)
     return taken
+
+
+def index_delta(
+    draft: Path, path: Path, runs: Iterable[Placed], *, block_size: int, size: int, parent: str, durable: bool
+) -> None:
+    """Make the file `draft`, which has the data already, the new delta `path`: `runs`, in ascending order, say what
+    lies where. What none of them names, and what is zero, becomes a hole, so that whoever has mapped that still sees
+    the same of the latter. `draft` is gone afterwards, also on failure.
+
+    Raises `ValueError` for runs that a delta cannot have, and `OSError`."""
+    name = _parent_field(parent)
+    try:
+        with open(draft, "r+b") as file:
+            os.fchmod(file.fileno(), 0o400)
+            end = file.seek(0, os.SEEK_END)
+            entries, kept, last = [], 0, 0
+            for placed in runs:
+                if placed.first < last or placed.offset % _ALIGN or len(placed.data) > RUN_BYTES:
+                    raise ValueError(f"block {placed.first} at {placed.offset} of {draft}, behind block {last}")
+                last = placed.first + len(placed.data) // block_size
+                for run in _by_kind(placed, block_size):
+                    entries.append(_entry(run.first, run.data, run.offset, block_size))
+                    if not _is_zero(run.data):
+                        _punch(file, kept, run.offset - kept)
+                        kept = run.offset + len(run.data)
+            _punch(file, kept, end - kept)
+            file.seek(-(-end // _ALIGN) * _ALIGN)
+            _write_end(file, b"".join(entries), name, block_size, size, durable)
+        os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    if durable:
+        sync(path.parent)
+
+
+def _by_kind(placed: Placed, block_size: int) -> Iterator[Placed]:
+    """Its parts that are zero apart from those that are not."""
+    zero, data = bytes(block_size), placed.data
+    begin, kind = 0, data[:block_size] == zero
+    for at in range(block_size, len(data) + 1, block_size):
+        if at == len(data) or (data[at : at + block_size] == zero) != kind:
+            yield Placed(placed.first + begin // block_size, placed.offset + begin, data[begin:at])
+            begin, kind = at, not kind
+
+
+def _punch(file: IO[bytes], offset: int, length: int) -> None:
+    """Give the disk back what lies there, where the file system can."""
+    if length > 0 and _libc.fallocate(file.fileno(), _PUNCH, offset, length):
+        code = ctypes.get_errno()
+        if code != errno.EOPNOTSUPP:
+            raise OSError(code, os.strerror(code), file.name)
+
+
+def _parent_field(parent: str) -> bytes:
+    name = parent.encode()
+    if len(name) > _PARENT or not name:
+        raise ValueError(f"parent {parent!r} is not 1 to {_PARENT} bytes")
+    return name.ljust(_PARENT, b"\0")
+
+
+def _write_end(file: IO[bytes], index: bytes, parent: bytes, block_size: int, size: int, durable: bool) -> None:
+    """The index and the footer, at the file's position."""
+    count, at = len(index) // _ENTRY.size, file.tell()
+    footer = _FOOTER.pack(_MAGIC, block_size, count, size, at, 0, parent, b"")[:-_DIGEST]
+    file.write(index + footer + _digest(index + footer))
+    file.flush()
+    if durable:
+        os.fsync(file.fileno())
 
 
 def _runs(blocks: Iterable[Block], block_size: int, size: int) -> Iterator[tuple[int, bytearray]]:
@@ -175,13 +249,16 @@ def _runs(blocks: Iterable[Block], block_size: int, size: int) -> Iterator[tuple
 def _write_runs(file: IO[bytes], runs: Iterable[tuple[int, bytes | bytearray]], block_size: int) -> Iterator[bytes]:
     """Write the data, and return the entries of the index."""
     for first, data in runs:
-        is_zero = not any(data)
-        offset, digest = 0, _NO_DIGEST
-        if not is_zero:
-            offset, digest = file.tell(), _digest(data)
+        yield _entry(first, data, file.tell(), block_size)
+        if not _is_zero(data):
             file.write(data)
             file.write(bytes(-len(data) % _ALIGN))
-        yield _ENTRY.pack(first, len(data) // block_size, is_zero, offset, digest)
+
+
+def _entry(first: int, data: bytes | bytearray, offset: int, block_size: int) -> bytes:
+    if _is_zero(data):
+        return _ENTRY.pack(first, len(data) // block_size, 1, 0, _NO_DIGEST)
+    return _ENTRY.pack(first, len(data) // block_size, 0, offset, _digest(data))
 
 
 class _Index(NamedTuple):
@@ -215,6 +292,10 @@ def _read_index(file: FileIO, path: Path) -> tuple[int, int, str, Sequence[Run],
         for first, blocks, zero, offset, digest in _ENTRY.iter_unpack(found.entries)
     ]
     return found.block_size, found.size, found.parent, runs, found.digest
+
+
+def _is_zero(data: bytes | bytearray) -> bool:
+    return data == bytes(len(data))  # compared at once, where `any` looks at each byte
 
 
 def _digest(data: bytes | bytearray) -> bytes:

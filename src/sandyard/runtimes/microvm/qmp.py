@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,9 +66,14 @@ class Qmp:
             raise QmpError(f"no QEMU answers at {path}: {error.strerror}") from error
 
     async def execute(
-        self, command: str, arguments: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+        self,
+        command: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 30.0,
+        descriptors: Sequence[int] = (),
     ) -> Any:  # what a command returns differs from command to command
-        """Run one command and return what it answers. Raises `QmpError`."""
+        """Run one command and return what it answers; copies of `descriptors` go with it. Raises `QmpError`."""
         async with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -76,8 +83,7 @@ class Qmp:
             request = {"execute": command, "id": self._id} | ({"arguments": dict(arguments)} if arguments else {})
             try:
                 async with asyncio.timeout(timeout):
-                    self._writer.write(json.dumps(request).encode() + b"\n")
-                    await self._writer.drain()
+                    await self._send(json.dumps(request).encode() + b"\n", descriptors)
                     return await answer
             except TimeoutError as error:
                 raise QmpError(f"QEMU did not answer {command} within {timeout:g} s") from error
@@ -85,6 +91,17 @@ class Qmp:
                 raise QmpError(f"the connection to QEMU broke at {command}: {error}") from error
             finally:
                 self._waiting = None
+
+    async def _send(self, line: bytes, descriptors: Sequence[int]) -> None:
+        if descriptors:
+            if self._writer.transport.get_write_buffer_size():
+                raise QmpError("QEMU has not read what it was sent before")
+            # Past the transport, which cannot send them.
+            with socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno())) as peer:
+                socket.send_fds(peer, [line], descriptors)
+            return
+        self._writer.write(line)
+        await self._writer.drain()
 
     async def close(self) -> None:
         """Idempotent."""

@@ -152,7 +152,7 @@ class MicroVMRuntime(Runtime):
         """`Instance.commit`."""
         async with self._lock(instance.spec.sandbox_id):
             if memory:
-                return await self._keeping.commit(instance, target, parent, durable=durable)
+                return await self._keeping.commit(instance, target, durable=durable)
             return await commits.commit(self.host, instance, target, durable=durable)
 
     async def halt(self, sandbox_id: str) -> None:

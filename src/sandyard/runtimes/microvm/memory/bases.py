@@ -99,7 +99,7 @@ class Bases:
             await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)
-            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, None, durable=True))
+            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, durable=True))
             await self._host.end(spec.sandbox_id)
             top = await ended(Disks(self._host.layout, spec).top)
             sealed = await share(self._host, spec, top, name, manifest, halted=True, durable=True)

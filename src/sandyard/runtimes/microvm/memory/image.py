@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -250,6 +250,18 @@ def remove(name: Path) -> None:
     part(name, "memory").unlink(missing_ok=True)
     for path in name.parent.glob(f"{name.name}.*"):
         path.unlink(missing_ok=True)
+
+
+def newest(home: Path) -> int:
+    """The highest number that an image in `home`, the directory of a sandbox's own, has, or what is left of one; -1
+    where there is none."""
+    return max((int(path.name.partition(".")[0]) for path in home.iterdir() if path.name[0].isdigit()), default=-1)
+
+
+def keep_only(home: Path, name: str) -> None:
+    """Remove a sandbox's own images but `name`. Raises `OSError`."""
+    for other in {path.name.partition(".")[0] for path in home.iterdir() if path.name[0].isdigit()} - {name}:
+        remove(home / other)
 
 
 def check_new(name: Path) -> None:

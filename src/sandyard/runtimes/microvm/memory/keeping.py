@@ -16,10 +16,13 @@ from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.compaction import Compactor
+from sandyard.runtimes.microvm.memory.image import Manifest
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
 from sandyard.runtimes.microvm.memory.sharing import share
+from sandyard.runtimes.microvm.memory.suspended import next_image
 from sandyard.runtimes.microvm.memory.suspending import Suspending
-from sandyard.runtimes.microvm.starting import CONF, split_layers
+from sandyard.runtimes.microvm.record import load_below
+from sandyard.runtimes.microvm.starting import CONF
 
 
 class Keeping:
@@ -34,12 +37,9 @@ class Keeping:
         self.suspending = Suspending(host, self._restorer, self._compactor)
 
     async def create(self, choice: Choice, spec: SandboxSpec) -> MicroVMInstance:
-        """A copy of the memory it is to have, or of a base; only on files that were committed without memory it
-        boots. Raises `CreateFailed`; what was made is left."""
+        """A copy of the memory it is to have, or of a base. Raises `CreateFailed`; what was made is left."""
         if spec.memory is not None:
             return await self._copy(choice, spec, spec.memory)
-        if split_layers(spec.rootfs.layers)[1]:
-            return await self._bring_up.start(choice, spec, used=False)
         layer, manifest = await self._bases.get(choice, spec)
         return await self._restorer.copy(choice, spec, layer, manifest)
 
@@ -50,27 +50,31 @@ class Keeping:
         manifest = await self._restorer.fitting(choice, below, layer)
         return await self._restorer.copy(choice, below, layer, manifest)
 
-    async def commit(self, instance: MicroVMInstance, target: Path, parent: Path | None, *, durable: bool) -> int:
-        """`Instance.commit` with memory."""
+    async def commit(self, instance: MicroVMInstance, target: Path, *, durable: bool) -> int:
+        """`Instance.commit` with memory. The guest goes on above what was taken of it, as an image of its own."""
         spec = instance.spec
         commits.check_depth(spec)
         await ended(image.check_new, target)
-        capture = await Capture.prepare(self._host, instance, target)
+        await self._compactor.leave(self._host.layout.memory(spec.sandbox_id))
+        own = self._host.layout.memory(spec.sandbox_id) / await ended(next_image, self._host.layout, spec.sandbox_id)
+        capture = await Capture.prepare(self._host, instance, own)
         swap = await commits.Swap.prepare(self._host, instance)
         try:
             await finish(self._take(instance, capture, swap))
-            conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)
-            manifest = await ended(lambda: capture.write(spec.hostname, conf_bytes, parent, durable=durable))
+            manifest = await ended(self._write, spec, capture, own, target, durable)
             sealed = await share(self._host, spec, swap.number, target, manifest, halted=False, durable=durable)
             await ended(self._restorer.trust, target, sealed)
-            size = await ended(image.taken, target)
-            if durable:  # what is to go again soon is not worth it
+            size = await ended(image.taken, target, 2)
+            if capture.rebased is not None:
+                self._compactor.soon(own)  # the next image has its parts from there
+            elif durable:  # what is to go again soon is not worth it
                 self._compactor.soon(target, capture.floor)
             return size
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
         finally:
             await ended(image.remove_half, target)
+            await ended(self._keep_below, spec)
             await shortening.begin(self._host, instance)
 
     async def remove(self, sandbox_id: str) -> None:
@@ -93,6 +97,19 @@ class Keeping:
                 swap.drop()
                 raise
             await swap.do()
+            await capture.rebase()
         finally:
             if not instance.paused:
                 await instance.go_on()
+        await capture.release()
+
+    def _write(self, spec: SandboxSpec, capture: Capture, own: Path, target: Path, durable: bool) -> Manifest:
+        conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)
+        image.save(own, capture.write(spec.hostname, conf_bytes, durable=durable), durable=False)
+        return image.share(own, target)
+
+    def _keep_below(self, spec: SandboxSpec) -> None:
+        """Of its own images only the one that it goes on above is needed; while that is not whole, all of them."""
+        home, name = self._host.layout.memory(spec.sandbox_id), load_below(self._host.layout.home(spec.sandbox_id))
+        if not name or image.exists(home / name):
+            image.keep_only(home, name)

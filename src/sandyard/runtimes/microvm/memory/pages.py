@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandyard.errors import SandboxError
+from sandyard.runtimes.deltas import Placed
 from sandyard.runtimes.deltas.extents import extents
 from sandyard.runtimes.microvm.memory.pagemap import PAGE, Span, own_pages
 
@@ -52,16 +53,18 @@ def copy_out(region: Region, spans: Sequence[Span], draft: Path) -> None:
                     raise OSError(f"the memory of the VMM {region.pid} could not be copied")
 
 
-def drafted(draft: Path, spans: Sequence[Span]) -> Iterator[tuple[int, bytes]]:
-    """The pages that `copy_out` wrote, ascending: the number of the first of some, and those. Raises `OSError`."""
+def drafted(draft: Path, spans: Sequence[Span]) -> Iterator[tuple[Span, Placed]]:
+    """The pages that `copy_out` wrote, ascending, at most a MiB at a time, and the span of each. Raises `OSError`."""
     with open(draft, "rb", buffering=0) as file:
-        for first, end in spans:
-            for at in range(first, end, _WINDOW // PAGE):
-                count = min(_WINDOW // PAGE, end - at)
-                data = file.read(count * PAGE)
-                if len(data) != count * PAGE:
+        offset = 0
+        for span in spans:
+            for at in range(span[0], span[1], _WINDOW // PAGE):
+                length = min(_WINDOW // PAGE, span[1] - at) * PAGE
+                data = file.read(length)
+                if len(data) != length:
                     raise OSError(f"{draft} ended early")
-                yield at, data
+                yield span, Placed(at, offset, data)
+                offset += length
 
 
 def copy_whole(region: Region, target: Path) -> None:

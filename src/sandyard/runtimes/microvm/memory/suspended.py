@@ -53,14 +53,11 @@ def next_image(layout: Layout, sandbox_id: str) -> str:
     """A name that no image of the sandbox has, nor what a killed process left of one."""
     home = layout.memory(sandbox_id)
     home.mkdir(mode=0o700, exist_ok=True)
-    numbers = [int(path.name.partition(".")[0]) for path in home.iterdir() if path.name[0].isdigit()]
-    return str(max(numbers, default=-1) + 1)
+    return str(image.newest(home) + 1)
 
 
 def tidy(layout: Layout, record: Suspended) -> None:
     """Remove what does not belong to it: images of memory that came before, disks of a start that failed."""
     sandbox_id = record.spec.sandbox_id
-    home = layout.memory(sandbox_id)
-    for name in {path.name.partition(".")[0] for path in home.iterdir() if path.name[0].isdigit()} - {record.image}:
-        image.remove(home / name)
+    image.keep_only(layout.memory(sandbox_id), record.image)
     Disks(layout, record.spec).drop_above(record.disk)

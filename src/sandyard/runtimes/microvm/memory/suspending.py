@@ -59,7 +59,7 @@ class Suspending:
                 await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(layout.kept(record.spec.sandbox_id) / CONF)
-            manifest = await ended(lambda: capture.write(record.spec.hostname, conf_bytes, None, durable=True))
+            manifest = await ended(lambda: capture.write(record.spec.hostname, conf_bytes, durable=True))
             await ended(lambda: image.save(name, manifest, durable=True))
             await ended(self._restorer.trust, name, manifest)
             await ended(suspended.save, layout, record)
