@@ -436,7 +436,8 @@ class Waking:
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     made = Still(Settings(paths=PathSettings(state=tmp_path / "state", run=tmp_path / "run")))
-    for path in (made.layout.home("one"), made.layout.memory("one"), made.layout.disk("one")):
+    layout = made.layout
+    for path in (layout.home("one"), layout.memory("one"), layout.disk("one"), layout.kept("one")):
         path.mkdir(parents=True)
     made.layout.block("one").write_bytes(b"block image")
     made.layout.images.mkdir()
