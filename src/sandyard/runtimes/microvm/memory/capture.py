@@ -126,7 +126,7 @@ class Capture:
         """What is shared, with one delta more."""
         paths, what = image.pages_of(self._name, shared), f"pages{shared.next_number}"
         new = part(self._name, what)
-        with Chain(part(self._name, "ram"), paths) as chain:
+        with Chain(part(self._name, "ram"), paths, checked=False) as chain:  # only to leave out what is the same
             blocks = self._differing(chain if paths else None)
             write_delta(new, blocks, block_size=PAGE, size=shared.ram_bytes, parent=what, durable=durable)
         with Delta(new) as delta:
