@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +25,8 @@ from sandyard.runtimes.deltas import (
     merged,
     write_delta,
 )
-from sandyard.runtimes.deltas.format import parent_name
+from sandyard.runtimes.deltas.chain import merged_runs
+from sandyard.runtimes.deltas.format import RUN_BYTES, parent_name, write_runs
 
 BLOCK = 4096
 States = list[dict[int, int]]  # for each state after the first: block -> byte that fills it
@@ -257,3 +260,45 @@ def test_runs_that_no_delta_can_have_are_refused(tmp_path: Path, runs: list[Plac
     with pytest.raises(ValueError, match="draft, behind block"):
         index_delta(draft, path, runs, block_size=BLOCK, size=1000 * BLOCK, parent="none", durable=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_are_one_with_the_runs_it_would_have(tmp_path: Path) -> None:
+    """Written by runs or by blocks it is the same file, and reading takes no run twice."""
+    dice, paths = random.Random(3), []
+    for count in range(4):
+        chosen = sorted(dice.sample(range(900), 500))
+        blocks = [(number, bytes(BLOCK) if number % 7 == count else dice.randbytes(BLOCK)) for number in chosen]
+        paths.append(tmp_path / f"{count}.delta")
+        write_delta(paths[-1], blocks, block_size=BLOCK, size=900 * BLOCK, parent="base", durable=False)
+    with ExitStack() as stack:
+        deltas = [stack.enter_context(Delta(path)) for path in paths]
+        options: dict[str, Any] = {"block_size": BLOCK, "size": 900 * BLOCK, "parent": "base", "durable": False}
+        write_delta(tmp_path / "blocks", merged(deltas), **options)
+        write_runs(tmp_path / "runs", merged_runs(deltas), **options)
+        assert (tmp_path / "blocks").read_bytes() == (tmp_path / "runs").read_bytes()
+        with Delta(tmp_path / "runs") as one:
+            assert all(run.blocks * BLOCK <= RUN_BYTES for run in one.runs)
+
+
+def test_what_is_not_checked_is_read_all_the_same(whole: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    with Delta(whole) as delta:
+        base.write_bytes(bytes(delta.size))
+        run = next(run for run in delta.runs if run.offset is not None)
+        assert delta.peek(run, run.first, run.end) == delta.read(run)
+    first, second = bytearray(delta.size), bytearray(delta.size)
+    for content, checked in ((first, True), (second, False)):
+        with Chain(base, [whole], checked=checked) as chain:
+            for at in range(0, delta.size, 5000):  # not as blocks lie
+                chain.read(at, memoryview(content)[at : at + 5000])
+    assert first == second
+    assert any(first)
+    with open(whole, "r+b") as file:
+        file.seek(run.offset or 0)
+        file.write(b"\xa5")
+    for checked in (True, False):
+        with (
+            Chain(base, [whole], checked=checked) as chain,
+            nullcontext() if not checked else pytest.raises(DeltaDamaged),
+        ):
+            chain.read(0, memoryview(first))

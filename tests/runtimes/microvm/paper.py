@@ -69,7 +69,9 @@ class PaperGuest:
 
     @property
     def instance(self) -> MicroVMInstance:
-        fake = SimpleNamespace(spec=SPEC, pid=os.getpid(), paused=True, control=self, agent=self)
+        fake = SimpleNamespace(
+            spec=SPEC, pid=os.getpid(), paused=True, control=self, agent=self, disk_node=self.disk_node
+        )
         return cast(MicroVMInstance, fake)
 
     def start(self, name: Path) -> None:
@@ -102,12 +104,15 @@ class PaperGuest:
         draft.write_bytes(b"".join(self.ram[first * PAGE : end * PAGE] for first, end in spans))
 
     async def execute(self, command: str, arguments: dict[str, Any] = {}, **_: object) -> list[object]:  # noqa: B006
-        if command == "query-jobs":
-            return []
+        if command in ("query-jobs", "block-stream"):
+            return []  # it never does
         assert command == "xen-save-devices-state"
         path = self._host.layout.disk("one") / Path(arguments["filename"]).relative_to(OWN)
         path.write_bytes(os.urandom(100))
         return []
+
+    async def disk_node(self) -> str:
+        return "disk"
 
     async def freeze(self, frozen: bool) -> None:
         assert not frozen

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from sandyard.runtimes.deltas.extents import copy, extents
 from sandyard.runtimes.deltas.format import PARTIAL, RUN_BYTES, Delta, DeltaDamaged, Run
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Blocks `first` to `end`, exclusive, as `run` of `delta` has them."""
 
     first: int
@@ -37,8 +36,11 @@ def _hidden_by(below: Sequence[Piece], delta: Delta) -> list[Piece]:
     for run in delta.runs:
         while waiting and waiting[-1].first < run.end:
             piece = waiting.pop()
+            if piece.end <= run.first:
+                result.append(piece)
+                continue
             if piece.first < run.first:
-                result.append(Piece(piece.first, min(piece.end, run.first), piece.delta, piece.run))
+                result.append(Piece(piece.first, run.first, piece.delta, piece.run))
             if piece.end > run.end:
                 waiting.append(Piece(run.end, piece.end, piece.delta, piece.run))
         result.append(Piece(run.first, run.end, delta, run))
@@ -46,12 +48,12 @@ def _hidden_by(below: Sequence[Piece], delta: Delta) -> list[Piece]:
 
 
 class Chain:
-    """The image that `deltas`, the lowest first, make of the file `base`. Reading checks the deltas' digests.
-    `pieces`: what is not the base's, by number.
+    """The image that `deltas`, the lowest first, make of the file `base`. Reading checks the deltas' digests, unless
+    it is not to be `checked`: then it costs no more than what is read. `pieces`: what is not the base's, by number.
 
     Not for several threads at once."""
 
-    def __init__(self, base: Path, deltas: Sequence[Path]) -> None:
+    def __init__(self, base: Path, deltas: Sequence[Path], *, checked: bool = True) -> None:
         """Raises `DeltaDamaged` where the deltas are not of one image, and `OSError`."""
         self._deltas: list[Delta] = []
         self._file = FileIO(base)
@@ -64,7 +66,8 @@ class Chain:
             raise
         self.pieces = overlay(self._deltas)
         self._starts = [piece.first for piece in self.pieces]
-        self._kept: tuple[Run, bytes] | None = None
+        self._checked = checked
+        self._kept: dict[Delta, tuple[Run, bytes]] = {}
 
     def __enter__(self) -> Chain:
         return self
@@ -107,19 +110,25 @@ class Chain:
         begin = max(piece.first * block, offset)
         end = min(piece.end * block, offset + len(target))
         if begin < end:
-            skip = begin - piece.run.first * block
-            target[begin - offset : end - offset] = memoryview(self._run(piece))[skip : skip + end - begin]
-
-    def _run(self, piece: Piece) -> bytes:
-        """Windows are often smaller than runs: the last one is kept."""
-        if self._kept is None or self._kept[0] is not piece.run:
-            self._kept = (piece.run, piece.delta.read(piece.run))
-        return self._kept[1]
+            first, data = begin // block, b""
+            if self._checked:
+                first, data = piece.run.first, _run(piece, self._kept)
+            else:
+                data = piece.delta.peek(piece.run, first, -(-end // block))
+            skip = begin - first * block
+            target[begin - offset : end - offset] = memoryview(data)[skip : skip + end - begin]
 
     def _check(self) -> None:
         for delta in self._deltas:
             if delta.size != self.size or delta.block_size != self._deltas[0].block_size:
                 raise DeltaDamaged(f"{delta.path} is not of this image: its size or its blocks are others")
+
+
+def _run(piece: Piece, kept: dict[Delta, tuple[Run, bytes]]) -> bytes:
+    """The run of a piece. Several pieces are of one run, and deltas take turns: of each the last one is `kept`."""
+    if piece.delta not in kept or kept[piece.delta][0] is not piece.run:
+        kept[piece.delta] = (piece.run, piece.delta.read(piece.run))
+    return kept[piece.delta][1]
 
 
 def materialise(base: Path, deltas: Sequence[Path], target: Path, *, reserve: int = 0) -> None:
@@ -160,7 +169,7 @@ def merged(deltas: Sequence[Delta]) -> Iterator[tuple[int, memoryview]]:
 def merged_runs(deltas: Sequence[Delta]) -> Iterator[tuple[int, bytearray]]:
     """`merged` as runs, for `write_runs`: the number of the first block of each, and its bytes. Raises
     `DeltaDamaged`."""
-    kept: dict[Delta, tuple[Run, bytes]] = {}  # of each the last one read: they take turns
+    kept: dict[Delta, tuple[Run, bytes]] = {}
     first, kind, pending = 0, False, bytearray()
     for piece in overlay(deltas):
         size, is_zero = piece.delta.block_size, piece.run.offset is None
@@ -169,10 +178,8 @@ def merged_runs(deltas: Sequence[Delta]) -> Iterator[tuple[int, bytearray]]:
             pending = bytearray()
         if not pending:
             first, kind = piece.first, is_zero
-        if kept.get(piece.delta, (None,))[0] is not piece.run:
-            kept[piece.delta] = (piece.run, piece.delta.read(piece.run))
         skip = (piece.first - piece.run.first) * size
-        pending += memoryview(kept[piece.delta][1])[skip : skip + (piece.end - piece.first) * size]
+        pending += memoryview(_run(piece, kept))[skip : skip + (piece.end - piece.first) * size]
         if len(pending) >= RUN_BYTES:
             yield first, pending[:RUN_BYTES]
             first, pending = first + RUN_BYTES // size, pending[RUN_BYTES:]

@@ -14,7 +14,6 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -43,8 +42,7 @@ class DeltaDamaged(SandboxError):
     """A delta is not what was written: cut, changed, or no delta at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """`blocks` of them from number `first`; `offset` of their data in the file, None: they are zero."""
 
     first: int
@@ -100,6 +98,17 @@ class Delta:
         data = os.pread(self._file.fileno(), length, run.offset)
         if len(data) != length or _digest(data) != run.digest:
             raise DeltaDamaged(f"{self.path}: blocks {run.first} to {run.end - 1} are not what was written")
+        return data
+
+    def peek(self, run: Run, first: int, end: int) -> bytes:
+        """Blocks `first` to `end`, exclusive, of a run, which is not read whole for them: nothing says that they are
+        what was written. Raises `DeltaDamaged` where the file is cut."""
+        length = (end - first) * self.block_size
+        if run.offset is None:
+            return bytes(length)
+        data = os.pread(self._file.fileno(), length, run.offset + (first - run.first) * self.block_size)
+        if len(data) != length:
+            raise DeltaDamaged(f"{self.path} is cut")
         return data
 
     def blocks(self) -> Iterator[tuple[int, memoryview]]:

@@ -135,7 +135,7 @@ class Capture:
         """What is shared, with one delta more."""
         paths, what = image.pages_of(self._name, shared), f"pages{shared.next_number}"
         new, draft = part(self._name, what), part(self._name, "pages.draft")
-        with Chain(part(self._name, "ram"), paths) as chain:
+        with Chain(part(self._name, "ram"), paths, checked=False) as chain:  # only to leave out what is the same
             runs = self._runs(draft, chain if paths else None)
             index_delta(draft, new, runs, block_size=PAGE, size=shared.ram_bytes, parent=what, durable=durable)
         with Delta(new) as delta:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from io import FileIO
@@ -33,8 +33,9 @@ from sandyard.runtimes.microvm.memory.pages import Region, find_region
 from sandyard.runtimes.microvm.memory.sharing import give
 from sandyard.runtimes.microvm.record import save_region
 
-_MAPPED_PAGES = 16  # fewer are copied: a mapping costs more
+_MAPPED_PAGES = 8  # fewer are copied: a mapping costs more
 _MAPPINGS_MAX = 16384
+_COPIED_AT_ONCE = 64  # pieces
 _LOAD_TIMEOUT = 60.0
 
 
@@ -161,7 +162,7 @@ def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> 
         while sum(piece.end - piece.first >= least for piece in pieces) > _MAPPINGS_MAX:
             least *= 2
         big = [piece for piece in pieces if piece.end - piece.first >= least]
-        mappings += [_mapping(region, piece, numbers[piece.delta]) for piece in big]
+        mappings += _joined(_mapping(region, piece, numbers[piece.delta]) for piece in big)
         map_over(region.pid, mappings, descriptors)
         _copy(region, [piece for piece in pieces if piece.end - piece.first < least])
 
@@ -171,6 +172,25 @@ def _mapping(region: Region, piece: Piece, descriptor: int) -> Mapping:
     if piece.run.offset is None:
         return Mapping(at, length)
     return Mapping(at, length, descriptor, piece.run.offset + (piece.first - piece.run.first) * PAGE)
+
+
+def _joined(mappings: Iterable[Mapping]) -> Iterator[Mapping]:
+    """With neighbours that are so in their file too as one: what was changed at a stretch is several runs there."""
+    last: Mapping | None = None
+    for each in mappings:
+        if last is not None and _continues(last, each):
+            last = replace(last, length=last.length + each.length)
+            continue
+        if last is not None:
+            yield last
+        last = each
+    if last is not None:
+        yield last
+
+
+def _continues(last: Mapping, each: Mapping) -> bool:
+    where = each.descriptor is None or each.offset == last.offset + last.length
+    return where and each.descriptor == last.descriptor and each.at == last.at + last.length
 
 
 def _copy(region: Region, pieces: Sequence[Piece]) -> None:
@@ -183,12 +203,17 @@ def _copy(region: Region, pieces: Sequence[Piece]) -> None:
 
 
 def _contents(pieces: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
-    last: tuple[object, bytes] = (None, b"")
-    for piece in pieces:
-        if last[0] is not piece.run:
-            last = (piece.run, piece.delta.read(piece.run))
-        skip = (piece.first - piece.run.first) * PAGE
-        yield piece.first * PAGE, last[1][skip : skip + (piece.end - piece.first) * PAGE]
+    """What they hold and where, neighbours as one. Not checked again: nor is what is mapped."""
+    first, found = 0, list[bytes]()
+    for before, piece in zip([None, *pieces], pieces, strict=False):
+        if before is not None and (before.end != piece.first or len(found) >= _COPIED_AT_ONCE):
+            yield first * PAGE, b"".join(found)
+            found.clear()
+        if not found:
+            first = piece.first
+        found.append(piece.delta.peek(piece.run, piece.first, piece.end))
+    if found:
+        yield first * PAGE, b"".join(found)
 
 
 def without_layer(spec: SandboxSpec) -> SandboxSpec:
