@@ -278,8 +278,9 @@ class WarmPool:
             return False
         if len(shelf.ready) + shelf.starting < shelf.reserved or not self._admission.budget_mb:
             return True
-        waiting = sum((len(s.ready) + s.starting) * s.key.resources.memory_mb for s in self._shelves.values())
-        return waiting + resources.memory_mb <= self._admission.budget_mb * self._settings.memory_share
+        weigh = self._admission.promised_mb
+        waiting = sum((len(s.ready) + s.starting) * weigh(s.key.resources) for s in self._shelves.values())
+        return waiting + weigh(resources) <= self._admission.budget_mb * self._settings.memory_share
 
     def _trim(self, shelf: Shelf, aim: int) -> None:
         """End what is too much on this shelf."""
