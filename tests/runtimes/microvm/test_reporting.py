@@ -129,6 +129,7 @@ async def test_a_guest_at_rest_reports_nothing(runtime: MicroVMRuntime, base: Ro
     kit = await made(runtime, SandboxSpec("rests", base, SMALL))
     script = f"""{REPORTS}
 before = reports()
+del bytearray(b"x" * (16 << 20))[:]
 time.sleep(12)  # what was freed until now is reported
 settled = reports()
 time.sleep(10)
@@ -136,7 +137,7 @@ print(settled - before, reports() - settled)
 """
     first, then = (await kit.output(["python3", "-c", script])).split()
     assert int(first) > 0
-    assert int(then) <= 1
+    assert int(then) <= 1  # where the kernel freed something by itself
 
 
 async def test_nothing_is_lost_while_copies_are_made(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
@@ -146,7 +147,7 @@ async def test_nothing_is_lost_while_copies_are_made(runtime: MicroVMRuntime, ba
     checker = await kit.start(["python3", "-c", CHECKER])
     await kit.output("while [ ! -s /run/rests ]; do sleep 0.05; done")
     last: Path | None = None
-    for count in range(4):
+    for count in range(2):
         layer = layers / f"layer{count}"
         await kit.sandbox.commit(layer, memory=True, durable=count % 2 == 0, parent=last)
         last = layer
@@ -159,11 +160,11 @@ async def test_nothing_is_lost_while_copies_are_made(runtime: MicroVMRuntime, ba
         await asyncio.sleep(0.5)
         await kit.sandbox.resume()
         await _checks(kit, checker.pid)
-        await asyncio.sleep(0.7 * count)  # another moment each time
+        await asyncio.sleep(1.2 * count)  # another moment each time
         await runtime.suspend("source")
         kit = Kit(runtime, base, await runtime.wake(spec))
         await _checks(kit, checker.pid)
-    assert int(await kit.python(f"{REPORTS}print(reports())")) > 10
+    assert int(await kit.python(f"{REPORTS}print(reports())")) > 5
 
 
 async def _checks(kit: Kit, pid: int) -> None:
