@@ -104,6 +104,9 @@ async def test_what_a_process_had_is_given_back(runtime: MicroVMRuntime, base: R
     assert (await kit.output(FEATURES))[REPORTING] == "1"
     await kit.python("print()")  # with all that this needs
     pages, counted = await asyncio.to_thread(own_mib, kit, runtime)
+    instance = kit.sandbox
+    assert isinstance(instance, MicroVMInstance)
+    assert "THP_enabled:\t0" in await asyncio.to_thread(Path(f"/proc/{instance.pid}/status").read_text)
     holder = await kit.start(["python3", "-c", HOLD], stdin=True)
     async for _, data in holder.output():
         assert b"held" in data

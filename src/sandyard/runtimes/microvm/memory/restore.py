@@ -151,7 +151,7 @@ class Restorer:
 
 def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> None:
     """Give a VMM the RAM of its guest: the file of the first descriptor, above it the deltas of the others."""
-    mappings = [Mapping(region.start, region.size, descriptors[0]), *_holes(region, descriptors[0])]
+    mappings = [Mapping(region.start, region.size, descriptors[0]), *holes(region, descriptors[0])]
     with ExitStack() as stack:
         deltas = [stack.enter_context(Delta(path)) for path in pages]
         numbers = dict(zip(deltas, descriptors[1:], strict=True))
@@ -165,7 +165,7 @@ def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> 
         _copy(region, [piece for piece in pieces if piece.end - piece.first < least])
 
 
-def _holes(region: Region, descriptor: int) -> Iterator[Mapping]:
+def holes(region: Region, descriptor: int) -> Iterator[Mapping]:
     """Where the guest that booted had nothing: a page of the file's hole would be made for each that a copy writes."""
     end = 0
     for begin, after in (*extents(descriptor), (region.size, region.size)):
