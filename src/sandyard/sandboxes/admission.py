@@ -82,13 +82,13 @@ class Admission:
         why = self.shortage(resources)
         if why is not None:
             raise CapacityError(f"no room for another sandbox: {why}", retry_after=retry_after)
-        self.hold(resources)
+        self.hold(resources, starts=True)
 
-    def hold(self, resources: Resources) -> None:
-        """Take a place without asking: for what already lives."""
+    def hold(self, resources: Resources, *, starts: bool = False) -> None:
+        """Take a place without asking: for what already lives, or `starts` now and was asked for."""
         self.count += 1
         self.memory_mb += self.promised_mb(resources)
-        if self._runtime.start_mb:
+        if starts and self._runtime.start_mb:
             self._starting.append(time.monotonic())
 
     def release(self, resources: Resources) -> None:

@@ -266,7 +266,7 @@ class WarmPool:
                 break
             if shelf.starting >= limit or len(self._quick()) >= limit:
                 return SLOW_SECONDS
-            self._admission.hold(shelf.key.resources)
+            self._admission.hold(shelf.key.resources, starts=True)
             shelf.starting += 1
             self._spawn(self._make(shelf))
         return 30.0

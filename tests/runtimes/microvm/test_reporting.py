@@ -114,6 +114,8 @@ async def test_what_a_process_had_is_given_back(runtime: MicroVMRuntime, base: R
     more_pages, more_counted = await asyncio.to_thread(own_mib, kit, runtime)
     assert more_pages > pages + TAKEN_MB - 8
     assert more_counted > counted + TAKEN_MB - 8
+    together = await asyncio.to_thread(runtime.host_memory)
+    assert (together.bytes - together.cache) / (1 << 20) > more_counted - 8
     await holder.close_stdin()
 
     async def fell() -> bool:
