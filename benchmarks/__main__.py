@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import microvm, openenv, picture, process_sessions, rollout, sandboxes, sessions, snapshots
+from benchmarks import microvm, openenv, overcommit, picture, process_sessions, rollout, sandboxes, sessions, snapshots
 from benchmarks.measure import Figure, Report
 from sandyard.config import PoolSettings, Settings, load_settings
 from sandyard.connection import Connection
@@ -81,6 +81,8 @@ def _microvm(report: Report, rounds: int) -> None:
             return
         console.print("[dim]microVMs, by the size of their memory and what of it changed[/dim]")
         asyncio.run(microvm.memory(report, settings, max(rounds // 5, 3)))
+        console.print("[dim]many microVMs, and what the host gives them[/dim]")
+        asyncio.run(overcommit.overcommit(report, settings, rounds))
 
 
 def _sessions(report: Report) -> None:

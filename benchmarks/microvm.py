@@ -136,9 +136,9 @@ class _Case:
 
     async def _weigh(self, names: list[str]) -> None:
         children = [self._runtime.host.instances[name] for name in names]
-        before = [await asyncio.to_thread(_own_mib, self._runtime, child) for child in children]
+        before = [await asyncio.to_thread(own_mib, self._runtime, child) for child in children]
         await _dirty(children[0], _CHANGES_MB)
-        after = await asyncio.to_thread(_own_mib, self._runtime, children[0])
+        after = await asyncio.to_thread(own_mib, self._runtime, children[0])
         note = f"own pages, then {after - before[0]:.1f} MiB more for {_CHANGES_MB} MiB written"
         self._add("memory of a fork's child", before, unit="MiB", note=note)
 
@@ -174,7 +174,7 @@ async def _dirty(instance: MicroVMInstance, megabytes: int) -> None:
     raise RuntimeError(f"{megabytes} MiB could not be held: {await process.wait()}")
 
 
-def _own_mib(runtime: MicroVMRuntime, instance: MicroVMInstance) -> float:
+def own_mib(runtime: MicroVMRuntime, instance: MicroVMInstance) -> float:
     """What a guest has of its own, where all else is mapped from the files that it shares."""
     start = load_region(runtime.host.layout.home(instance.spec.sandbox_id))
     memory_mb = runtime.host.starter.memory_mb(instance.spec)

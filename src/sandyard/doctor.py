@@ -22,7 +22,7 @@ from sandyard.runtimes.base import Instance, Resources, Rootfs, Runtime, Sandbox
 
 _MIB = 1 << 20
 _FREE_DISK_MB = 2048
-_MEMORY_PER_SANDBOX_MB = 64
+_MEMORY_PER_SANDBOX_MB = {"container": 64, "microvm": 128, "memory": 64}
 _ENGINE = {"container": "container engine", "microvm": "microVM"}
 _TRY_SECONDS = 20.0
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -75,7 +75,8 @@ def _disk(settings: Settings) -> Finding:
 def _memory(settings: Settings) -> Finding:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) >> 10
-    detail = f"{available} MiB available, about {available // _MEMORY_PER_SANDBOX_MB} small sandboxes at once"
+    each = _MEMORY_PER_SANDBOX_MB[settings.sandbox.runtime]
+    detail = f"{available} MiB available, about {available // each} small sandboxes at once"
     if available < settings.sandbox.memory_mb:
         return Finding("memory", False, detail, "add memory or lower sandbox.memory_mb")
     return Finding("memory", True, detail)

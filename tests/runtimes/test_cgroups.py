@@ -83,6 +83,20 @@ def test_counters_mean_the_same_in_both_versions(tmp_path: Path, make: Callable[
     assert groups.pids("gone") == set()
 
 
+@pytest.mark.parametrize("make", [version1, version2])
+def test_all_sandboxes_together_are_counted(tmp_path: Path, make: Callable[[Path], Cgroups]) -> None:
+    """Pages of files can be had back, but not those of a tmpfs."""
+    groups = make(tmp_path)
+    assert groups.taken() == (0, 0)
+    if groups.version == 2:
+        (tmp_path / "mine/memory.current").write_text("8192\n")
+        (tmp_path / "mine/memory.stat").write_text("anon 1\nfile 1024\nshmem 24\n")
+    else:
+        (tmp_path / "memory/mine/memory.usage_in_bytes").write_text("8192\n")
+        (tmp_path / "memory/mine/memory.stat").write_text("cache 9\ntotal_cache 1024\ntotal_shmem 24\n")
+    assert groups.taken() == (8192, 1000)
+
+
 def test_nothing_is_done_to_what_is_not_there(tmp_path: Path) -> None:
     groups = version2(tmp_path)
     deadline = time.monotonic() + 1

@@ -29,6 +29,9 @@ def test_health_and_metrics_need_no_key(server: LiveServer) -> None:
         create(api)
     text = httpx.get(f"{server.url}/metrics").text
     assert "sandyard_sandboxes_running 1.0" in text
+    figures = dict(line.split(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(figures["sandyard_memory_promised_bytes"]) == 512 << 20
+    assert float(figures["sandyard_memory_budget_bytes"]) > 512 << 20
     assert 'sandyard_create_seconds_count{kind="cold"} 1.0' in text
 
 

@@ -17,7 +17,7 @@ from sandyard.config import Settings
 from sandyard.errors import Conflict, CreateFailed, HostError, NotFound, SandyardError, Unsupported
 from sandyard.network.policy import Policy
 from sandyard.network.slots import Slots
-from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
+from sandyard.runtimes.base import Capabilities, HostMemory, Instance, Probe, Runtime, SandboxSpec
 from sandyard.runtimes.finishing import finish
 
 log = structlog.get_logger("sandyard.network")
@@ -34,6 +34,7 @@ class NetworkedRuntime(Runtime):
         self.slots = slots
         self.name = inner.name
         self.starts_at_once = inner.starts_at_once
+        self.above_mb, self.start_mb = inner.above_mb, inner.start_mb
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -42,6 +43,9 @@ class NetworkedRuntime(Runtime):
     @property
     def pace(self) -> float:  # type: ignore[override]
         return self.inner.pace
+
+    def host_memory(self) -> HostMemory | None:
+        return self.inner.host_memory()
 
     async def probe(self) -> Probe:
         probe = await self.inner.probe()

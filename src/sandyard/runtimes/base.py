@@ -142,6 +142,15 @@ class Instance(ABC):
         raise Unsupported(f"{type(self).__name__} cannot commit a sandbox's files")
 
 
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What all sandboxes of a runtime have of the host's memory, in bytes; what they share is counted once. `cache`
+    of it are pages of files, which the host takes back when it needs them."""
+
+    bytes: int
+    cache: int
+
+
 class Runtime(ABC):
     name: str
     capabilities: Capabilities
@@ -150,6 +159,10 @@ class Runtime(ABC):
     and of what waits for a start are multiplied by it."""
     starts_at_once: int = 16
     """How many creates make progress at a time; the rest wait within `create`."""
+    above_mb: int = 0
+    """MiB of the host's memory that a sandbox may take beyond its `memory_mb`: for a kernel of its own, its VMM."""
+    start_mb: int = 0
+    """MiB of the host's memory that one takes as soon as it starts, whatever runs in it."""
 
     @abstractmethod
     async def probe(self) -> Probe:
@@ -205,6 +218,10 @@ class Runtime(ABC):
     ) -> int:
         """`Instance.commit` of a halted sandbox; with `memory` of a suspended one."""
         raise Unsupported(f"{type(self).__name__} cannot commit a halted sandbox's files")
+
+    def host_memory(self) -> HostMemory | None:
+        """None where nothing is counted. Blocking, and quick."""
+        return None
 
     def needs(self, layer: Path) -> Path | None:
         """The layer that a committed one cannot be without, if it is kept as what differs from it. Everything whose

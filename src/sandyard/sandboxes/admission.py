@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 
 from sandyard.config import Settings
 from sandyard.errors import CapacityError
-from sandyard.runtimes.base import Resources
+from sandyard.runtimes.base import Resources, Runtime
 
 HOST_SHARE_MB = 1024  # what the host itself, this server and the trainer beside it need
+_START_SECONDS = 5.0  # after which the host's own figure shows what a sandbox took as it started
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -28,10 +30,12 @@ class Admission:
 
     With `sandbox.max_count` set that many sandboxes fit. Else the sum of their memory limits may
     reach `sandbox.memory_overcommit` times the host's memory less 1 GiB: a limit is what a sandbox
-    may use, not what it uses. Either way none is admitted while the host is short of memory.
+    may use, not what it uses. It is the limit on the host, with `Runtime.above_mb`. Either way none is
+    admitted while the host is short of memory, with what those that are starting will take.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._max_count = settings.sandbox.max_count
         total, _ = host_memory()
         self._budget_mb = int(max(total - HOST_SHARE_MB, total // 2) * settings.sandbox.memory_overcommit)
@@ -40,30 +44,37 @@ class Admission:
         self.count = 0
         self.memory_mb = 0
         self._available = (0.0, 0)
+        self._starting: deque[float] = deque()
 
     @property
     def max_count(self) -> int:
         """How many sandboxes of the default size fit on an idle host."""
-        return self._max_count or max(self._budget_mb // self._default_mb, 1)
+        return self._max_count or max(self._budget_mb // (self._default_mb + self._runtime.above_mb), 1)
 
     @property
     def budget_mb(self) -> int:
         """What the memory limits of all sandboxes may sum up to; 0: only their number counts."""
         return 0 if self._max_count else self._budget_mb
 
+    def promised_mb(self, resources: Resources) -> int:
+        """What a sandbox of this size may take of the host's memory."""
+        return resources.memory_mb + self._runtime.above_mb
+
     def shortage(self, resources: Resources) -> str | None:
         """Why a sandbox of this size cannot be placed now; None if it can."""
         if self._max_count:
             if self.count >= self._max_count:
                 return f"all {self._max_count} places are taken (sandbox.max_count)"
-        elif self.memory_mb + resources.memory_mb > self._budget_mb:
+        elif self.memory_mb + (more := self.promised_mb(resources)) > self._budget_mb:
             return (
-                f"memory limits of {self.count} sandboxes sum up to {self.memory_mb} MiB and {resources.memory_mb} MiB "
+                f"memory limits of {self.count} sandboxes sum up to {self.memory_mb} MiB and {more} MiB "
                 f"more would pass {self._budget_mb} MiB (host memory x sandbox.memory_overcommit)"
             )
         available = self._host_available()
         if available < self._floor_mb:
             return f"the host has only {available} MiB of memory left"
+        if available - (soon := self._taken_soon()) < self._floor_mb:
+            return f"the host has only {available} MiB of memory left, of which {soon} MiB are for starts under way"
         return None
 
     def take(self, resources: Resources, retry_after: float = 1.0) -> None:
@@ -71,16 +82,24 @@ class Admission:
         why = self.shortage(resources)
         if why is not None:
             raise CapacityError(f"no room for another sandbox: {why}", retry_after=retry_after)
-        self.hold(resources)
+        self.hold(resources, starts=True)
 
-    def hold(self, resources: Resources) -> None:
-        """Take a place without asking: for what already lives."""
+    def hold(self, resources: Resources, *, starts: bool = False) -> None:
+        """Take a place without asking: for what already lives, or `starts` now and was asked for."""
         self.count += 1
-        self.memory_mb += resources.memory_mb
+        self.memory_mb += self.promised_mb(resources)
+        if starts and self._runtime.start_mb:
+            self._starting.append(time.monotonic())
 
     def release(self, resources: Resources) -> None:
         self.count -= 1
-        self.memory_mb -= resources.memory_mb
+        self.memory_mb -= self.promised_mb(resources)
+
+    def _taken_soon(self) -> int:
+        """MiB that the last starts are about to take."""
+        while self._starting and time.monotonic() - self._starting[0] > _START_SECONDS:
+            self._starting.popleft()
+        return len(self._starting) * self._runtime.start_mb
 
     def _host_available(self) -> int:
         now = time.monotonic()

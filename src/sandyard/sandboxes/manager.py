@@ -80,7 +80,7 @@ class SandboxManager:
         self.runtime = runtime
         self.store = store
         self.catalog = Catalog(source, store.catalog, settings.paths.state.absolute() / "layers")
-        self.admission = Admission(settings)
+        self.admission = Admission(settings, runtime)
         self.timers = Timers()
         self.expiry = Expiry(self.timers, settings.sandbox.max_paused, self._expire)
         self.graveyard = Graveyard(store)

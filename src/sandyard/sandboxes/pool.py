@@ -266,7 +266,7 @@ class WarmPool:
                 break
             if shelf.starting >= limit or len(self._quick()) >= limit:
                 return SLOW_SECONDS
-            self._admission.hold(shelf.key.resources)
+            self._admission.hold(shelf.key.resources, starts=True)
             shelf.starting += 1
             self._spawn(self._make(shelf))
         return 30.0
@@ -278,8 +278,9 @@ class WarmPool:
             return False
         if len(shelf.ready) + shelf.starting < shelf.reserved or not self._admission.budget_mb:
             return True
-        waiting = sum((len(s.ready) + s.starting) * s.key.resources.memory_mb for s in self._shelves.values())
-        return waiting + resources.memory_mb <= self._admission.budget_mb * self._settings.memory_share
+        weigh = self._admission.promised_mb
+        waiting = sum((len(s.ready) + s.starting) * weigh(s.key.resources) for s in self._shelves.values())
+        return waiting + weigh(resources) <= self._admission.budget_mb * self._settings.memory_share
 
     def _trim(self, shelf: Shelf, aim: int) -> None:
         """End what is too much on this shelf."""

@@ -44,6 +44,7 @@ class _Places(Collector):
         }
         for name, value in figures.items():
             yield GaugeMetricFamily(f"sandyard_sandboxes_{name}", f"Sandboxes: {name}", value=value)
+        yield from self._memory()
         pool = self._manager.pool
         yield GaugeMetricFamily("sandyard_pool_aim", "Warm sandboxes that are to wait", value=pool.aim)
         yield GaugeMetricFamily("sandyard_pool_making", "Warm sandboxes that are being made", value=pool.starting)
@@ -51,6 +52,18 @@ class _Places(Collector):
         if isinstance(self._manager.runtime, NetworkedRuntime):
             for name, value in self._manager.runtime.slots.counts().items():
                 yield GaugeMetricFamily(f"sandyard_network_{name}", f"Networks of sandboxes: {name}", value=value)
+
+    def _memory(self) -> Iterator[Metric]:
+        """What sandboxes may take of the host's memory, against what they have."""
+        admission, taken = self._manager.admission, self._manager.runtime.host_memory()
+        figures = {"promised": (admission.memory_mb << 20, "what running sandboxes may take together")}
+        if admission.budget_mb:
+            figures["budget"] = (admission.budget_mb << 20, "what they may be promised together")
+        if taken is not None:
+            figures["used"] = (taken.bytes - taken.cache, "what they have, without the cache of files")
+            figures["cache"] = (taken.cache, "cache of files for them, which goes when it is needed")
+        for name, (value, what) in figures.items():
+            yield GaugeMetricFamily(f"sandyard_memory_{name}_bytes", f"Memory of the host: {what}", value=value)
 
 
 class Metrics:

@@ -33,7 +33,8 @@ def without_pci(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_machine_for_kvm(settings: Settings, runtime: MicroVMRuntime, base: Rootfs) -> None:
     spec = SandboxSpec("mmio", base, Resources(memory_mb=128, disk_mb=64, pids=64))
     kit = Kit(runtime, base, await runtime.create(spec))
-    assert await kit.output("ls /sys/bus/pci/devices 2>/dev/null | wc -l; ls /sys/bus/virtio/devices | wc -l") == "0\n4"
+    assert await kit.output("ls /sys/bus/pci/devices 2>/dev/null | wc -l; ls /sys/bus/virtio/devices | wc -l") == "0\n5"
+    assert (await kit.output("cat /sys/bus/virtio/drivers/virtio_balloon/virtio*/features"))[5] == "1"  # reports
     process = await kit.start("n=0; while :; do n=$((n+1)); echo $n > /tmp/n; sleep 0.1; done")
     await runtime.suspend("mmio")
     kit.sandbox = await runtime.wake(spec)

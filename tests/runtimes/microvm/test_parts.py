@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import subprocess
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -16,6 +17,8 @@ from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.cpio import Cpio
 from sandyard.runtimes.microvm.images import sweep
 from sandyard.runtimes.microvm.machine import Drive, Machine
+from sandyard.runtimes.microvm.memory.pages import Region
+from sandyard.runtimes.microvm.memory.restore import holes
 from sandyard.runtimes.microvm.modules import Modules
 from sandyard.runtimes.microvm.qcow2 import Image
 from sandyard.runtimes.microvm.starting import split_layers
@@ -38,6 +41,8 @@ def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
     assert all(content.startswith(b"\x7fELF") for _, content in loaded)
     with pytest.raises(HostError, match="no kernel module absent"):
         Modules(tmp_path).ordered(("absent",))
+    loaded = Modules(tmp_path).ordered(("low",), ("top", "absent", "inside"))
+    assert [name for name, _ in loaded] == ["low", "mid_dle", "top"]
 
 
 def test_modules_that_need_each_other_are_refused(tmp_path: Path) -> None:
@@ -120,9 +125,29 @@ def test_a_machine_is_confined_and_can_be_restored() -> None:
     # What lies below is told in any case, and that nothing does.
     assert [nodes[name].get("backing", "?") for name in ("disk-0", "disk-1", "disk")] == ["?", "disk-0", "disk-1"]
     assert Drive("layer0", Path("/shared/l"), "qcow2").nodes()[-1]["backing"] is None
+    assert "virtio-balloon-pci,free-page-reporting=on,page-poison=off" in line
     quick = Machine("qemu", "kvm", Path("k"), Path("i"), 256, 1, 7, 8, [disk]).command()
     assert any(part.startswith("microvm,") for part in quick)
     assert any(part.startswith("virtio-blk-device,") for part in quick)
+    assert any(part.startswith("virtio-balloon-device,") for part in quick)
+
+
+def test_where_a_base_has_nothing_no_file_is_mapped(tmp_path: Path) -> None:
+    mib, ram = 1 << 20, tmp_path / "ram"
+    with open(ram, "wb") as file:
+        for at in (3 * mib, 3 * mib + mib // 2, 6 * mib):  # a hole between the first two that is too small
+            os.pwrite(file.fileno(), b"x" * 4096, at)
+        os.ftruncate(file.fileno(), 9 * mib)
+    region = Region(1, 1 << 30, 9 * mib)
+    with open(ram, "rb") as file:
+        found = [(each.at - region.start, each.length, each.descriptor) for each in holes(region, file.fileno())]
+        second = 3 * mib + mib // 2 + 4096
+        behind = 6 * mib + 4096
+        assert found == [(0, 3 * mib, None), (second, 6 * mib - second, None), (behind, 9 * mib - behind, None)]
+    empty = tmp_path / "empty"
+    with open(empty, "wb+") as file:
+        os.ftruncate(file.fileno(), 9 * mib)
+        assert [each.length for each in holes(region, file.fileno())] == [9 * mib]
 
 
 def test_images_of_layers_that_are_gone_go_too(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from sandyard.errors import AgentLinkError, CreateFailed, HostError, SandboxErro
 from sandyard.guest import agent_binary
 from sandyard.guest.base import Agent
 from sandyard.guest.client import open_agent
-from sandyard.runtimes.base import MAX_LAYERS, Capabilities, Instance, Probe, Runtime, SandboxSpec
+from sandyard.runtimes.base import MAX_LAYERS, Capabilities, HostMemory, Instance, Probe, Runtime, SandboxSpec
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.choice import Choice, Chooser
 from sandyard.runtimes.container.commit import commit, sync_layers
@@ -87,6 +87,9 @@ class ContainerRuntime(Runtime):
         if self._cgroups is None:
             self._cgroups = detect_cgroups(self.layout.cgroup_parent)
         return self._cgroups
+
+    def host_memory(self) -> HostMemory:
+        return HostMemory(*self.cgroups.taken())
 
     async def probe(self) -> Probe:
         try:

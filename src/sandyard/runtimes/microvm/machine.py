@@ -13,6 +13,8 @@ from sandyard.runtimes.microvm.qcow2 import Format, Image
 TAP = "tap0"
 Accel = Literal["kvm", "tcg"]
 RINGBUF = 65536  # bytes of console that are kept
+DEVICES = 2
+"""To be raised when a guest gets other devices: it cannot go on with them from a state of those before."""
 _TB_MB = 64  # translated code, under TCG
 _TYPES: dict[str, str] = {
     # No PCI, no firmware tables: what starts quickest. Its timer calibration hangs without KVM.
@@ -104,6 +106,7 @@ class Machine:
             *("-device", f"virtio-serial-{self._bus}", "-device", "virtserialport,chardev=agent,name=sandyard.agent"),
             *(part for drive in self.drives for part in self._drive(drive)),
             *self._network(),
+            *self._balloon(),
             *(("-incoming", "defer", "-S") if self.incoming else ()),
         ]
 
@@ -125,6 +128,12 @@ class Machine:
         device = f"virtio-blk-{self._bus},drive={drive.serial},serial={drive.serial},id=dev-{drive.serial}"
         nodes = (part for node in drive.nodes() for part in ("-blockdev", json.dumps(node)))
         return (*nodes, "-device", device)
+
+    def _balloon(self) -> Sequence[str]:
+        # Through it the guest tells which of its pages are free, and QEMU drops them. What a copy reads there later is
+        # not zero but what lies below in its memory's files. A kernel that relies on the content of free pages
+        # (init_on_free, page_poison) says so by the feature page-poison, and tells nothing where that is off.
+        return ("-device", f"virtio-balloon-{self._bus},free-page-reporting=on,page-poison=off")
 
     def _network(self) -> Sequence[str]:
         if not self.tap:

@@ -12,6 +12,8 @@ from pathlib import Path
 from sandyard.errors import HostError
 
 WANTED = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "virtio_net", "ext4", "overlay")
+USEFUL = ("virtio_balloon",)
+"""A guest does without."""
 _DEPENDS = re.compile(rb"(?:^|\0)depends=([^\0]*)\0")
 
 
@@ -23,14 +25,15 @@ class Modules:
     _paths: dict[str, Path] = field(default_factory=dict)
     _loaded: dict[str, bytes] = field(default_factory=dict)
 
-    def ordered(self, wanted: tuple[str, ...] = WANTED) -> list[tuple[str, bytes]]:
-        """Names and contents of `wanted` and all they depend on, each after its dependencies.
+    def ordered(self, wanted: tuple[str, ...] = WANTED, useful: tuple[str, ...] = USEFUL) -> list[tuple[str, bytes]]:
+        """Names and contents of `wanted`, of those of `useful` that are there, and of all they depend on, each after
+        its dependencies.
 
         Raises `HostError` naming a module that is neither there nor built in."""
         self._paths = {_name(path): path for path in self.root.rglob("*.ko*")}
         builtin = self._builtin()
         self._loaded = {}
-        for name in wanted:
+        for name in (*wanted, *(name for name in useful if name in self._paths)):
             if name not in builtin:
                 self._add(name, ())
         return list(self._loaded.items())

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from sandyard.config import Settings
 from sandyard.errors import CreateFailed, HostError, SandboxError, SandyardError
-from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, SandboxSpec
+from sandyard.runtimes.base import Capabilities, HostMemory, Instance, Probe, Runtime, SandboxSpec
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp, identify
@@ -33,6 +33,7 @@ class MicroVMRuntime(Runtime):
     """One per process and run directory. Needs root. `pace` is final once `probe` has returned."""
 
     name = "microvm"
+    start_mb = 96  # of QEMU, in software half of it translated code, and of the guest's pages
     capabilities = Capabilities(
         memory_snapshot=True,
         pause_keeps_memory=True,
@@ -47,6 +48,7 @@ class MicroVMRuntime(Runtime):
     def __init__(self, settings: Settings) -> None:
         self.host = Host(settings)
         self.starts_at_once = settings.sandbox.start_concurrency or (os.cpu_count() or 1)
+        self.above_mb = settings.microvm.guest_mb + settings.microvm.overhead_mb
         self._bring_up = BringUp(self)
         self._keeping = Keeping(self.host, self._bring_up)
         self._suspending = self._keeping.suspending
@@ -54,6 +56,9 @@ class MicroVMRuntime(Runtime):
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ready = asyncio.Lock()
         self._choice: Choice | None = None
+
+    def host_memory(self) -> HostMemory:
+        return HostMemory(*self.host.cgroups.taken())
 
     async def probe(self) -> Probe:
         try:

@@ -12,7 +12,7 @@ from sandyard.runtimes.container.layout import read_json, write_json
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.images import image_of
-from sandyard.runtimes.microvm.machine import cpu_model, machine_type
+from sandyard.runtimes.microvm.machine import DEVICES, cpu_model, machine_type
 from sandyard.runtimes.microvm.memory.image import Fit
 from sandyard.runtimes.microvm.starting import split_layers, vcpus
 
@@ -26,7 +26,7 @@ def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
     _, files = split_layers(spec.rootfs.layers)
     return Fit(
         accel=choice.accel,
-        machine=machine_type(choice.accel),
+        machine=f"{machine_type(choice.accel)} (devices {DEVICES})",
         cpu=f"{cpu_model(choice.accel)}{f' ({_host_cpu()})' if choice.accel == 'kvm' else ''}",
         engine=choice.engine.version,
         kernel=f"{choice.assets.version} {choice.assets.digest}",

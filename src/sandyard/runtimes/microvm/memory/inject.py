@@ -20,7 +20,8 @@ from sandyard.errors import SandboxError
 _SEIZE, _INTERRUPT, _DETACH, _GETREGS, _SETREGS, _SINGLESTEP = 0x4206, 0x4207, 17, 12, 13, 9
 _WALL = 0x40000000  # __WALL of waitpid(2)
 _SYSCALL = b"\x0f\x05"
-_NR_CLOSE, _NR_MMAP = 3, 9
+_NR_CLOSE, _NR_MMAP, _NR_PRCTL = 3, 9, 157
+_SET_THP_DISABLE = 41
 _READ_WRITE, _PRIVATE, _FIXED, _ANONYMOUS = 3, 2, 0x10, 0x20
 _PATIENCE = 10.0
 _ERRNO_MAX = 4095
@@ -45,12 +46,14 @@ class Mapping:
 
 
 def map_over(pid: int, mappings: Sequence[Mapping], done_with: Sequence[int]) -> None:
-    """Map privately, writable, over what the process has there; then close the descriptors `done_with` in it.
+    """Map privately, writable, over what the process has there; then close the descriptors `done_with` in it. It gets
+    no huge pages from then on: one byte that is written is to cost one page.
 
     Blocking, the process stands still meanwhile. Raises `SandboxError`: then it is not to be used any more."""
     try:
         with _stopped(pid) as registers:
             instruction = _find_instruction(pid)
+            _call(pid, registers, instruction, _NR_PRCTL, (_SET_THP_DISABLE, 1, 0, 0, 0, 0))
             for each in mappings:
                 flags = _PRIVATE | _FIXED | (_ANONYMOUS if each.descriptor is None else 0)
                 descriptor = -1 if each.descriptor is None else each.descriptor

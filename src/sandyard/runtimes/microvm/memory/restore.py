@@ -16,6 +16,7 @@ from sandyard.errors import AgentLinkError, CreateFailed, GuestError, SandboxErr
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.chain import Piece, overlay
+from sandyard.runtimes.deltas.extents import extents
 from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.bringup import BringUp, identify
@@ -36,6 +37,7 @@ from sandyard.runtimes.microvm.record import save_region
 _MAPPED_PAGES = 8  # fewer are copied: a mapping costs more
 _MAPPINGS_MAX = 16384
 _COPIED_AT_ONCE = 64  # pieces
+_HOLE = 1 << 20  # bytes; of smaller ones there are many, and little in them
 _LOAD_TIMEOUT = 60.0
 
 
@@ -153,7 +155,7 @@ class Restorer:
 
 def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> None:
     """Give a VMM the RAM of its guest: the file of the first descriptor, above it the deltas of the others."""
-    mappings = [Mapping(region.start, region.size, descriptors[0])]
+    mappings = [Mapping(region.start, region.size, descriptors[0]), *holes(region, descriptors[0])]
     with ExitStack() as stack:
         deltas = [stack.enter_context(Delta(path)) for path in pages]
         numbers = dict(zip(deltas, descriptors[1:], strict=True))
@@ -165,6 +167,15 @@ def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> 
         mappings += _joined(_mapping(region, piece, numbers[piece.delta]) for piece in big)
         map_over(region.pid, mappings, descriptors)
         _copy(region, [piece for piece in pieces if piece.end - piece.first < least])
+
+
+def holes(region: Region, descriptor: int) -> Iterator[Mapping]:
+    """Where the guest that booted had nothing: a page of the file's hole would be made for each that a copy writes."""
+    end = 0
+    for begin, after in (*extents(descriptor), (region.size, region.size)):
+        if begin - end >= _HOLE:
+            yield Mapping(region.start + end, begin - end)
+        end = after
 
 
 def _mapping(region: Region, piece: Piece, descriptor: int) -> Mapping:
