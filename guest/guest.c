@@ -3,6 +3,7 @@
 #include "child.h"
 
 #include "net.h"
+#include "tick.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -348,6 +349,7 @@ int guest_enter(void)
 	mount_at("proc", "/proc", "proc", 0, NULL);
 	mount_at("sysfs", "/sys", "sysfs", 0, NULL);
 	load_modules();
+	tick_rest();
 	conf = read_configuration();
 	port = open_port();
 	if (!find_record(conf, 'P')) {
