@@ -3,6 +3,7 @@
 #include "child.h"
 
 #include "net.h"
+#include "tick.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -357,6 +358,7 @@ int guest_enter(void)
 	mount_at("sysfs", "/sys", "sysfs", 0, NULL);
 	load_modules();
 	give_back_memory();
+	tick_rest();
 	conf = read_configuration();
 	port = open_port();
 	if (!find_record(conf, 'P')) {

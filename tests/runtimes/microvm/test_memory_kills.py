@@ -55,7 +55,9 @@ class Campaign:
         if not suspended and await runtime.adopt(NAME) is None:
             await runtime.destroy(NAME)
             instance = await runtime.create(spec)
-            self.pid = (await Kit(runtime, self.base, instance).start(COUNTER)).pid
+            kit = Kit(runtime, self.base, instance)
+            self.pid = (await kit.start(COUNTER)).pid
+            await kit.output("while [ ! -s /root/lines ]; do sleep 0.05; done")
         if move == "wake" and not suspended:
             await runtime.suspend(NAME)
         if move != "wake" and suspended:

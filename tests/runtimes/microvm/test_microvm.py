@@ -86,6 +86,14 @@ async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> Non
     assert await kit.output("cat /sys/fs/cgroup/sandbox/pids.max") == "64"
 
 
+async def test_the_timer_of_the_boot_does_not_tick_on(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    instance, _ = await made(runtime, base, "quiet")
+    if (await runtime.choose()).accel == "kvm":
+        return  # its machine has none
+    said = await instance.control.execute("human-monitor-command", {"command-line": "xp /1xw 0xfed00100"})
+    assert int(said.split()[1], 16) & 0b1100 == 0  # neither interrupts nor periodic
+
+
 async def test_a_new_server_adopts_what_runs_and_what_is_paused(
     runtime: MicroVMRuntime, base: Rootfs, settings: Settings
 ) -> None:

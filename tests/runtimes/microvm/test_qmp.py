@@ -12,7 +12,7 @@ import pytest
 
 from sandyard.runtimes.microvm.qmp import LINE_MAX, Qmp, QmpError
 
-GREETING = b'{"QMP": {"version": {}, "capabilities": []}}\n'
+GREETING = b'{"QMP": {"version": {"qemu": {"micro": 13, "minor": 0, "major": 10}}, "capabilities": []}}\n'
 DEEP = b"[" * (LINE_MAX // 2) + b"\n"
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -49,6 +49,7 @@ async def test_commands_answers_and_events(tmp_path: Path) -> None:
     async with served(tmp_path / "q", obedient):
         client = await Qmp.connect(tmp_path / "q", 5, lambda name, data: events.append((name, dict(data))))
         try:
+            assert client.version == "10.0.13"
             answers = await asyncio.gather(*(client.execute(f"c{n}", {"n": n}) for n in range(5)))
             assert answers == [{"name": f"c{n}", "arguments": {"n": n}} for n in range(5)]
             with pytest.raises(QmpError, match="no such thing") as caught:

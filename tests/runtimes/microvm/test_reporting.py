@@ -17,7 +17,8 @@ from sandyard.runtimes.conformance.kit import Kit, eventually
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Machine
-from sandyard.runtimes.microvm.memory.pages import PAGE, Region, changed
+from sandyard.runtimes.microvm.memory.pagemap import PAGE
+from sandyard.runtimes.microvm.memory.pages import Region, changed
 from sandyard.runtimes.microvm.record import load_region
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]

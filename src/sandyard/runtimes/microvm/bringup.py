@@ -106,22 +106,31 @@ class BringUp:
             raise CreateFailed("vmm", f"it is gone: {self._host.said(spec.sandbox_id)}") from error
         return MicroVMInstance(spec, pid, pidfd, self._runtime)
 
-    async def control(self, instance: MicroVMInstance) -> None:
-        """Connect to a VMM that was started, and limit what it does to the host's disk. Raises `CreateFailed`."""
+    async def control(self, instance: MicroVMInstance, choice: Choice) -> None:
+        """Connect to a VMM that was started by `choice`, and limit what it does to the host's disk. Raises
+        `CreateFailed`, also where it is another QEMU."""
         sandbox_id, rate = instance.spec.sandbox_id, self._host.settings.microvm.disk_mb_s << 20
         try:
             await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+            self._check_engine(instance, choice.engine.version)
             if rate:
                 await instance.limit_disk(rate)
         except SandboxError as error:
             raise CreateFailed("vmm", f"{error.message}: {self._host.said(sandbox_id)}") from error
+
+    def _check_engine(self, instance: MicroVMInstance, expected: str) -> None:
+        """What its memory is kept under, or comes from, is to be what runs. Raises `SandboxError`."""
+        found = instance.control.version
+        if found and found != expected:
+            self._runtime.outdate()
+            raise SandboxError(f"it is QEMU {found}, where {expected} was found: replaced just now")
 
     async def _come_up(self, instance: MicroVMInstance, choice: Choice) -> MicroVMInstance:
         """Wait for the agent of a guest that boots; from here on it is known. Raises `CreateFailed`."""
         self._host.instances[instance.spec.sandbox_id] = instance
         path, limit, patience = self._socket(instance), _BOOT_TIMEOUT[choice.accel], _CALL_TIMEOUT[choice.accel]
         try:
-            await self.control(instance)
+            await self.control(instance, choice)
             # One connection, however long the boot takes: a second would queue a second greeting to the agent.
             await self._answer(instance, lambda: open_agent(path, limit, call_timeout=patience))
             await identify(instance, secrets.token_bytes(64))

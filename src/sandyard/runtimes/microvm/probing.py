@@ -22,7 +22,8 @@ async def choose(host: Host, bring_up: BringUp) -> Choice:
         raise HostError("the microVM runtime needs root", remedy="run as root (sudo sandyard …)")
     host.layout.prepare()
     await asyncio.to_thread(host.cgroups.prepare)
-    engine, assets = find_engine(host.settings), await ready_assets(host.settings)
+    engine = await asyncio.to_thread(find_engine, host.settings)
+    assets = await ready_assets(host.settings)
     allowed = candidates(host.settings)
     known = await asyncio.to_thread(remembered, host.layout, engine, assets, allowed)
     if known is not None:

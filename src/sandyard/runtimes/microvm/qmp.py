@@ -30,12 +30,14 @@ class QmpError(SandboxError):
 
 
 class Qmp:
-    """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data."""
+    """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data. `version` is
+    what its greeting says, such as "7.2.0"; empty where it says none."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_event: Event) -> None:
         self._reader = reader
         self._writer = writer
         self._on_event = on_event
+        self.version = ""
         self._lock = asyncio.Lock()
         self._id = 0
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
@@ -52,8 +54,10 @@ class Qmp:
                 reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_MAX)
                 client = cls(reader, writer, on_event)
                 try:
-                    if "QMP" not in await client._line():
+                    greeting = await client._line()
+                    if "QMP" not in greeting:
                         raise QmpError(f"{path}: the greeting is not QEMU's")
+                    client.version = _version(greeting["QMP"])
                     client._task = asyncio.ensure_future(client._read())
                     await client.execute("qmp_capabilities", timeout=call_timeout)
                 except BaseException:
@@ -150,3 +154,11 @@ class Qmp:
         self._lost = self._lost or error
         if self._waiting is not None and not self._waiting[1].done():
             self._waiting[1].set_exception(self._lost)
+
+
+def _version(greeting: Any) -> str:
+    try:
+        parts = greeting["version"]["qemu"]
+        return f"{parts['major']}.{parts['minor']}.{parts['micro']}"
+    except (KeyError, TypeError):
+        return ""

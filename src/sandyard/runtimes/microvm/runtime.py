@@ -15,7 +15,7 @@ from sandyard.runtimes.base import Capabilities, HostMemory, Instance, Probe, Ru
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp, identify
-from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.choice import Choice, replaced
 from sandyard.runtimes.microvm.host import ID, Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
@@ -56,6 +56,7 @@ class MicroVMRuntime(Runtime):
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ready = asyncio.Lock()
         self._choice: Choice | None = None
+        self._outdated = False
 
     def host_memory(self) -> HostMemory:
         return HostMemory(*self.host.cgroups.taken())
@@ -72,11 +73,21 @@ class MicroVMRuntime(Runtime):
 
     async def choose(self) -> Choice:
         """The accelerator, chosen once by booting a guest with it. Raises `HostError`."""
+        return self._choice or await self._choose_anew()
+
+    async def _choose_anew(self) -> Choice:
+        """`choose` for what is to start a VMM: once more where QEMU was replaced since. Raises `HostError`."""
         async with self._ready:
-            if self._choice is None:
-                self._choice = await choose(self.host, self._bring_up)
-                self.pace = _PACE[self._choice.accel]
-            return self._choice
+            found, settings = self._choice, self.host.settings
+            if found is None or self._outdated or await asyncio.to_thread(replaced, found.engine, settings):
+                found = self._choice = await choose(self.host, self._bring_up)
+                self.pace = _PACE[found.accel]
+                self._outdated = False
+            return found
+
+    def outdate(self) -> None:
+        """A VMM turned out to be another QEMU than the one chosen, whatever the program's file looks like."""
+        self._outdated = True
 
     async def create(self, spec: SandboxSpec) -> Instance:
         sandbox_id = spec.sandbox_id
@@ -256,7 +267,7 @@ class MicroVMRuntime(Runtime):
 
     async def _chosen(self) -> Choice:
         try:
-            return await self.choose()
+            return await self._choose_anew()
         except HostError as error:
             raise CreateFailed("host", error.message, remedy=error.remedy) from error
 

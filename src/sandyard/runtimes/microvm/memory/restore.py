@@ -90,7 +90,7 @@ class Restorer:
             pid = await ended(lambda: starter.start_incoming(choice, spec, name.name, conf_bytes, files))
             instance = self._bring_up.hold(spec, pid)
             self._host.instances[spec.sandbox_id] = instance
-            await self._bring_up.control(instance)
+            await self._bring_up.control(instance, choice)
             try:
                 await ended(self._fill, spec.sandbox_id, pid, manifest, paths[2:], files[1:])
                 await self._load(instance, files[0])
