@@ -139,6 +139,7 @@ class SandboxManager:
         the paused ones the files stay: with nobody to watch over it, nothing may hold memory."""
         self.timers.clear()
         await self.pool.stop()
+        await self.pausing.finish()
         if not keep:
             await asyncio.gather(*(self._shut(sandbox) for sandbox in list(self._sandboxes.values())))
         await self.starter.stop()

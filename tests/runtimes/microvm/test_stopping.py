@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from sandyard.config import PathSettings, Settings
-from sandyard.errors import AgentLinkError, CreateFailed, DeathReason, GuestError, SandboxError
+from sandyard.errors import AgentLinkError, CreateFailed, DeathReason, GuestError, HostFull, SandboxError
 from sandyard.guest import ProcessSpec
 from sandyard.guest.wire import FIN, HEADER, MAGIC, VERSION, Frame, Op, u16, u32
 from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime, commits, stall
+from sandyard.runtimes.microvm import instance as instances
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.bringup import identify
 from sandyard.runtimes.microvm.choice import Choice, Engine
@@ -126,6 +127,7 @@ class Machine:
             while True:
                 length, frame, channel, _, stream = HEADER.unpack(await reader.readexactly(HEADER.size))
                 self._take(frame, channel, stream, await reader.readexactly(length))
+        writer.close()
 
     def _take(self, frame: int, channel: int, stream: int, payload: bytes) -> None:
         name = Frame(frame).name.lower()
@@ -299,3 +301,117 @@ async def test_a_stall_in_the_middle_of_another_is_not_missed(monkeypatch: pytes
     stalled.begin()
     await eventually(lambda: not stalled.lasts)
     assert tried == [0, 1]
+
+
+async def test_a_pause_says_at_once_that_the_host_is_full(machine: Machine) -> None:
+    instance = await machine.hold()
+    machine.event("BLOCK_IO_ERROR", STOPPED)
+    await eventually(lambda: instance.stall.lasts)
+    machine.states = ["io-error"] * 9
+    for move in (instance.pause(), instance.commit(machine.home / "layer"), machine.runtime.halt(NAME)):
+        with pytest.raises(HostFull, match="no room") as caught:
+            await asyncio.wait_for(move, 5)
+        assert caught.value.remedy is not None
+        assert "free space" in caught.value.remedy
+    assert set(machine.heard) == {"query-status"}, "it was touched"
+    assert not instance.paused
+    machine.states = []
+    machine.event("RESUME", {})
+    await eventually(lambda: not instance.stall.full.is_set())
+    await instance.pause()
+
+
+async def test_a_host_that_is_full_in_the_middle_of_a_pause(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    instance = await machine.hold()
+    machine.silent, machine.states = {"freeze3"}, ["io-error"] * 3
+    pausing = asyncio.ensure_future(instance.pause())
+    await machine.until("freeze3")
+    machine.event("BLOCK_IO_ERROR", STOPPED)
+    with pytest.raises(HostFull):
+        await asyncio.wait_for(pausing, 5)
+    assert not instance.paused
+    await machine.until("query-status", "cont", "query-status", "freeze0")  # there is room: it goes on, and all in it
+    await eventually(lambda: not instance.stall.lasts)
+    assert not instance.frozen
+    machine.silent = set()
+    await instance.pause()
+
+
+@pytest.mark.parametrize("step", ["cont", "identify", "freeze0"])
+async def test_a_resume_that_fails_leaves_it_paused(machine: Machine, step: str) -> None:
+    instance = await machine.hold()
+    await instance.pause()
+    if step == "cont":
+        machine.refused = {"cont"}
+    else:
+        machine.errors[step] = u16(13) + u32(5) + u32(4) + b"thaw"
+    machine.heard.clear()
+    with pytest.raises((SandboxError, GuestError)):
+        await instance.resume()
+    assert instance.paused
+    assert machine.heard[-2:] == (["cont", "stop"] if step == "cont" else ["freeze3", "stop"])
+    machine.refused, machine.errors = set(), {}
+    machine.heard.clear()
+    await instance.resume()
+    assert not instance.paused
+    assert machine.heard == ["cont", "identify", "freeze0"]
+    assert (await instance.agent.hello())["boot_id"] == "id"
+
+
+async def test_a_resume_that_is_called_off_leaves_it_paused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def choose() -> Choice:
+        return CHOICE
+
+    monkeypatch.setattr(machine.runtime, "choose", choose)
+    monkeypatch.setattr(instances, "_AGAIN", 0.1)
+    instance = await machine.hold()
+    await instance.pause()
+    machine.silent = {"identify", "freeze3"}
+    resuming = asyncio.ensure_future(instance.resume())
+    await machine.until("identify")
+    resuming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await resuming
+    assert instance.paused
+    assert not instance.linked
+    await machine.until("stop")
+    machine.silent = set()
+    await instance.resume()
+    assert machine.heard[-4:] == ["cont", "hello", "identify", "freeze0"]
+
+
+@pytest.mark.parametrize("step", ["cont", "freeze0"])
+async def test_a_guest_that_does_not_go_on_is_tried_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    instance = await machine.hold()
+    await instance.stand_still()
+    machine.refused = {"cont"} if step == "cont" else set()
+    machine.errors = {"freeze0": u16(13) + u32(5) + u32(4) + b"thaw"} if step == "freeze0" else {}
+    machine.states = ["paused"] * 2 if step == "cont" else []
+    with pytest.raises((SandboxError, GuestError)):
+        await instance.go_on()
+    await machine.until("query-status", step)
+    machine.refused, machine.errors = set(), {}
+    await eventually(lambda: not instance.stall.lasts)
+    assert not instance.frozen
+    assert machine.heard[-1] == "freeze0"
+
+
+async def test_a_guest_that_cannot_thaw_does_not_keep_its_server_from_starting(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def choose() -> Choice:
+        return CHOICE
+
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    monkeypatch.setattr(machine.runtime, "choose", choose)
+    machine.errors["freeze0"] = u16(13) + u32(5) + u32(4) + b"thaw"
+    instance = await machine.runtime.adopt(NAME)
+    assert isinstance(instance, MicroVMInstance)
+    assert instance.stall.lasts
+    await machine.until("query-status", "freeze0", "query-status", "freeze0")
+    machine.errors = {}
+    await eventually(lambda: not instance.stall.lasts)

@@ -79,7 +79,7 @@ class BringUp:
             instance.paused = state == "paused"
             if not instance.paused and not instance.stall.lasts:  # its agent cannot answer before that is over
                 await self.relink(instance, choice)
-                await instance.agent.freeze(False)  # its server may have ended while it held all still
+                await instance.wake_up()  # its server may have ended while it held all still
         except BaseException:
             await instance.release()
             raise

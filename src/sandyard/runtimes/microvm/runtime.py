@@ -95,7 +95,7 @@ class MicroVMRuntime(Runtime):
         async with self._lock(sandbox_id):
             known = self.host.instances.get(sandbox_id)
             try:
-                choice = await self.choose()
+                choice = await self._known()
                 if known is None:
                     return await self._bring_up.find(choice, sandbox_id)
                 if not known.paused and not known.stall.lasts:
@@ -122,28 +122,37 @@ class MicroVMRuntime(Runtime):
         async with self._lock(instance.spec.sandbox_id):
             if not instance.paused:
                 return
-            await instance.control.execute("cont")
-            instance.paused = False
-            if instance.linked:
-                instance.agent.go_on()
-            else:
-                await self._bring_up.relink(instance, await self.choose())
-            await identify(instance, b"")
-            await instance.agent.freeze(False)
+            try:
+                await self._resume(instance)
+            except BaseException:
+                await finish(instance.stop_again())
+                raise
+
+    async def _resume(self, instance: MicroVMInstance) -> None:
+        await instance.control.execute("cont")
+        instance.paused = False
+        if instance.linked:
+            instance.agent.go_on()
+        else:
+            await instance.unless_stalled(self._bring_up.relink(instance, await self._known()))
+        await instance.unless_stalled(identify(instance, b""))
+        instance.frozen = True  # also where an earlier server froze it
+        await instance.thaw()
 
     async def try_again(self, instance: MicroVMInstance) -> bool:
-        """Of a guest that the host's full disk stopped: let it try again to write; whether it stood still. Raises
+        """Of a guest that is to run: let it go on where it stands still, and all in it; whether it stood still. Raises
         `SandboxError`, `GuestError`."""
         async with self._lock(instance.spec.sandbox_id):
             if instance.paused:
                 return False
-            status = await instance.control.execute("query-status")
-            if status.get("status") == STALLED:
+            if await instance.status() in (STALLED, "paused"):
                 await instance.control.execute("cont")
                 return True
+            instance.stall.full.clear()
             if not instance.linked or instance.agent.closed:
-                await self._bring_up.relink(instance, await self.choose())
-                await instance.agent.freeze(False)
+                await self._bring_up.relink(instance, await self._known())
+                instance.frozen = True  # its link may have broken in the middle of that
+            await instance.thaw()
             return False
 
     async def commit(
@@ -151,6 +160,7 @@ class MicroVMRuntime(Runtime):
     ) -> int:
         """`Instance.commit`."""
         async with self._lock(instance.spec.sandbox_id):
+            await instance.check_room()
             if memory:
                 return await self._keeping.commit(instance, target, parent, durable=durable)
             return await commits.commit(self.host, instance, target, durable=durable)
@@ -167,7 +177,8 @@ class MicroVMRuntime(Runtime):
             if instance is None:
                 raise SandboxError(f"sandbox {sandbox_id} cannot be halted: it does not live")
             if not instance.paused:
-                await instance.agent.freeze(True)
+                await instance.check_room()
+                await instance.unless_stalled(instance.agent.freeze(True))
             await finish(self._halt(instance.spec, sandbox_id))
 
     async def _halt(self, spec: SandboxSpec | None, sandbox_id: str) -> None:
@@ -247,6 +258,10 @@ class MicroVMRuntime(Runtime):
 
     async def close(self) -> None:
         await self.host.close()
+
+    async def _known(self) -> Choice:
+        """For a guest that is there: it runs on whatever becomes of QEMU and its assets on the disk."""
+        return self._choice or await self.choose()
 
     async def _chosen(self) -> Choice:
         try:
