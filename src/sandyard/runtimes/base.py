@@ -155,6 +155,11 @@ class Runtime(ABC):
     async def probe(self) -> Probe:
         """Start a minimal sandbox and get an answer from it; never decides by a file's presence."""
 
+    async def check(self) -> str | None:
+        """Before a server starts: what its sandboxes are made with, in a line, where that is not known without a look.
+        Raises `HostError` with the remedy where none could be made."""
+        return None
+
     @abstractmethod
     async def create(self, spec: SandboxSpec) -> Instance:
         """Make a sandbox and wait until its agent answers. Atomic: raises `CreateFailed` naming the

@@ -22,6 +22,7 @@ from sandyard.runtimes.microvm.cpio import Cpio
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.modules import Modules
 
+MANIFEST = "manifest.json"
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 _REMEDY = "run: sandyard setup microvm"
 _KEPT = 2
@@ -43,12 +44,12 @@ def load_assets(settings: Settings) -> Assets:
     """What `make_assets` made. Raises `HostError` where it is not there, or half."""
     layout = Layout.of(settings)
     try:
-        record = json.loads((layout.assets / "manifest.json").read_text())
+        record = json.loads((layout.assets / MANIFEST).read_text())
         found = Assets(**{**record, "kernel": Path(record["kernel"]), "initrd": Path(record["initrd"])})
     except FileNotFoundError as error:
         raise HostError("the microVM runtime is not set up", remedy=_REMEDY) from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise HostError(f"{layout.assets}/manifest.json is damaged ({error})", remedy=_REMEDY) from error
+        raise HostError(f"{layout.assets / MANIFEST} is damaged ({error})", remedy=_REMEDY) from error
     for path in (found.kernel, found.initrd):
         if not path.is_file():
             raise HostError(f"{path} is missing", remedy=_REMEDY)
@@ -89,7 +90,7 @@ def _make(settings: Settings) -> Assets:
         digest=_digest(_digest(content).encode() + _digest(initrd).encode()),
     )
     manifest = {**asdict(record), "kernel": str(record.kernel), "initrd": str(record.initrd)}
-    _put(layout.assets / "manifest.json", json.dumps(manifest, indent=2).encode(), again=True)
+    _put(layout.assets / MANIFEST, json.dumps(manifest, indent=2).encode(), again=True)
     for current in (record.kernel, record.initrd):
         _forget_old(current)
     return record

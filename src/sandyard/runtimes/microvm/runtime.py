@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -15,11 +16,12 @@ from sandyard.runtimes.base import Capabilities, Instance, Probe, Runtime, Sandb
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp, identify
-from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.choice import Choice, traces
 from sandyard.runtimes.microvm.host import ID, Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
+from sandyard.runtimes.microvm.memory.fitting import load_fit, save_fit
 from sandyard.runtimes.microvm.memory.keeping import Keeping
 from sandyard.runtimes.microvm.probing import choose
 from sandyard.runtimes.microvm.record import forget_halted, load_halted, save_halted
@@ -54,24 +56,47 @@ class MicroVMRuntime(Runtime):
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._ready = asyncio.Lock()
         self._choice: Choice | None = None
+        self._traces: Sequence[object] = ()
 
     async def probe(self) -> Probe:
         try:
-            choice = await self.choose()
+            return self._told(await self.choose())
         except SandyardError as error:
             return Probe(False, error.message, error.remedy)
+
+    async def check(self) -> str:
+        found = self._told(await self.choose())
+        return f"{found.detail} ({found.remedy})" if found.remedy else found.detail
+
+    def _told(self, choice: Choice) -> Probe:
         engine = f"QEMU {choice.engine.version}, kernel {choice.assets.version}"
         detail = f"accelerator {choice.accel}, {engine}, an empty guest boots in {choice.boot_seconds:.1f} s"
-        slow = "KVM does not boot a guest on this host: guests run in software" if choice.accel == "tcg" else None
-        return Probe(True, detail, slow)
+        if choice.accel == "kvm":
+            return Probe(True, detail)
+        wanted = self.host.settings.microvm.accel == "tcg"
+        why = "microvm.accel is tcg" if wanted else "KVM does not boot a guest on this host"
+        return Probe(True, detail, f"{why}: guests run in software")
 
     async def choose(self) -> Choice:
-        """The accelerator, chosen once by booting a guest with it. Raises `HostError`."""
+        """The accelerator, chosen by booting a guest with it, and what is on this host to start guests with: looked
+        at again where that was exchanged. Raises `HostError`."""
         async with self._ready:
-            if self._choice is None:
-                self._choice = await choose(self.host, self._bring_up)
-                self.pace = _PACE[self._choice.accel]
+            now = traces(self.host.settings)
+            if self._choice is None or now != self._traces:
+                self._choice = await choose(self.host, self._bring_up, self._choice)
+                self._traces, self.pace = now, _PACE[self._choice.accel]
             return self._choice
+
+    async def _settle(self, choice: Choice, instance: MicroVMInstance) -> MicroVMInstance:
+        """What is recorded of one that was started is what it is: QEMU may have been exchanged meanwhile."""
+        if traces(self.host.settings) == self._traces:
+            return instance
+        home = self.host.layout.home(instance.spec.sandbox_id)
+        with suppress(SandboxError):  # one that is gone, whose death is told
+            version = await instance.version()
+            if version != choice.engine.version:
+                await ended(lambda: save_fit(home, replace(load_fit(home), engine=version)))
+        return instance
 
     async def create(self, spec: SandboxSpec) -> Instance:
         sandbox_id = spec.sandbox_id
@@ -83,7 +108,7 @@ class MicroVMRuntime(Runtime):
             if await ended(self.host.known, sandbox_id):
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
-                return await self._keeping.create(choice, spec)
+                return await self._settle(choice, await self._keeping.create(choice, spec))
             except BaseException:
                 await finish(self.host.remove(sandbox_id))
                 raise
@@ -208,7 +233,7 @@ class MicroVMRuntime(Runtime):
             try:
                 instance = await self._bring_up.start(choice, spec, used=True)
                 await asyncio.to_thread(forget_halted, own)
-                return instance
+                return await self._settle(choice, instance)
             except BaseException:
                 await finish(self._halt(spec, sandbox_id))
                 raise
@@ -229,7 +254,7 @@ class MicroVMRuntime(Runtime):
     async def wake(self, spec: SandboxSpec) -> Instance:
         choice = await self._chosen()
         async with self._slots, self._lock(spec.sandbox_id):
-            return await self._suspending.wake(choice, spec)
+            return await self._settle(choice, await self._suspending.wake(choice, spec))
 
     async def commit_halted(
         self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
