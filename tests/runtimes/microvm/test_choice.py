@@ -19,7 +19,7 @@ from sandyard.config import PathSettings, Settings
 from sandyard.errors import CreateFailed, HostError
 from sandyard.guest import agent_binary
 from sandyard.runtimes.base import Rootfs, SandboxSpec
-from sandyard.runtimes.microvm import MicroVMRuntime, assets, probing
+from sandyard.runtimes.microvm import MicroVMRuntime, assets, choice, probing
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
@@ -57,12 +57,21 @@ class Node:
     def set_up(self, version: str, agent: str | None = None) -> None:
         made = {}
         for kind in ("kernel", "initrd"):
-            made[kind] = self.assets / f"{kind}-{version}"
-            made[kind].touch()
+            content = f"{kind} {version}".encode()
+            made[kind] = assets._put(self.assets / f"{kind}-{assets._digest(content)}", content)
         agent = agent or assets._digest(agent_binary().read_bytes())
         found = Assets(made["kernel"], made["initrd"], version, agent, f"digest of {version}")
-        content = {name: str(value) for name, value in asdict(found).items()}
-        assets._put(self.assets / assets.MANIFEST, json.dumps(content).encode(), again=True)
+        record = {name: str(value) for name, value in asdict(found).items()}
+        assets._put(self.assets / assets.MANIFEST, json.dumps(record).encode(), again=True)
+
+    def asset(self, kind: str) -> Path:
+        (found,) = self.assets.glob(f"{kind}-*")
+        return found
+
+    def wants_kvm(self) -> None:
+        choice.KVM = Path("/nowhere")
+        microvm = self.settings.microvm.model_copy(update={"accel": "kvm"})
+        self.settings = self.settings.model_copy(update={"microvm": microvm})
 
     async def boots_one(self, host: Host, bring_up: BringUp, tried: Choice) -> Choice:
         self.boots += 1
@@ -76,6 +85,7 @@ async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     with node_home() as home:
         made = Node(home)
         monkeypatch.setattr(probing, "_boots", made.boots_one)
+        monkeypatch.setattr(choice, "KVM", choice.KVM)
         yield made
 
 
@@ -145,9 +155,16 @@ async def test_a_server_says_what_its_guests_run_with(node: Node) -> None:
     ("harm", "said", "remedy"),
     [
         (lambda node: (node.assets / "manifest.json").unlink(), "not set up", "sandyard setup microvm"),
-        (lambda node: (node.assets / "initrd-6.1").unlink(), "initrd-6.1 is missing", "sandyard setup microvm"),
+        (lambda node: node.asset("initrd").unlink(), "initrd-.* is missing", "sandyard setup microvm"),
+        (lambda node: node.asset("kernel").chmod(0o600) or node.asset("kernel").write_text(""), "not what", "setup"),
+        (lambda node: node.qemu.write_text("#!/bin/sh\necho true version 9\n"), "says 'true version 9", "microvm.qemu"),
         (lambda node: node.qemu.unlink(), "on this host", "microvm.qemu"),
-        (lambda node: setattr(node, "fails", "it is silent"), "no guest boots .*it is silent", "microvm.kernel"),
+        (
+            lambda node: setattr(node, "fails", "it is silent"),
+            "no guest boots .*it is silent",
+            "sandyard setup microvm",
+        ),
+        (lambda node: node.wants_kvm(), "accel is kvm, and there is no /nowhere", "microvm.accel = auto"),
     ],
 )
 async def test_a_server_without_guests_does_not_start(

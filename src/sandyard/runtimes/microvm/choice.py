@@ -17,6 +17,8 @@ from sandyard.runtimes.microvm.assets import MANIFEST, Assets
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Accel
 
+KVM = Path("/dev/kvm")
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -43,7 +45,7 @@ def find_engine(settings: Settings) -> Engine:
             remedy = "set microvm.qemu to QEMU's program, or leave it out"
         raise HostError(f"no {settings.microvm.qemu} on this host", remedy=remedy)
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    words = said.split("version ", 1)
+    words = said.split("QEMU emulator version ", 1)
     if len(words) != 2:
         raise HostError(f"{path} --version says {said[:80]!r}", remedy="set microvm.qemu to QEMU")
     return Engine(path, words[1].split()[0])
@@ -65,10 +67,14 @@ def _trace(path: Path | str | None) -> object:
 
 
 def candidates(settings: Settings) -> list[Accel]:
-    """What is to be tried, in this order."""
-    if settings.microvm.accel != "auto":
-        return [settings.microvm.accel]
-    return ["kvm", "tcg"] if Path("/dev/kvm").exists() else ["tcg"]
+    """What is to be tried, in this order. Raises `HostError` where that cannot be."""
+    wanted = settings.microvm.accel
+    if wanted == "kvm" and not KVM.exists():
+        remedy = "turn on virtualisation and load its module, or set microvm.accel = auto: guests then run in software"
+        raise HostError(f"microvm.accel is kvm, and there is no {KVM} on this host", remedy=remedy)
+    if wanted != "auto":
+        return [wanted]
+    return ["kvm", "tcg"] if KVM.exists() else ["tcg"]
 
 
 def remembered(layout: Layout, engine: Engine, assets: Assets, allowed: list[Accel]) -> tuple[Accel, float] | None:

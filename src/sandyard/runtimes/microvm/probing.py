@@ -38,7 +38,10 @@ async def choose(host: Host, bring_up: BringUp, before: Choice | None) -> Choice
             continue
         await remember(host.layout, choice)
         return choice
-    remedy = "look at microvm.kernel" if "tcg" in allowed else "set microvm.accel = auto: guests then run in software"
+    remedy = "set microvm.accel = auto: guests then run in software"
+    if "tcg" in allowed:
+        custom = host.settings.microvm.kernel is not None
+        remedy = "look at microvm.kernel and microvm.modules" if custom else "run: sandyard setup microvm"
     raise HostError(f"no guest boots ({'; '.join(failures)})", remedy=remedy)
 
 

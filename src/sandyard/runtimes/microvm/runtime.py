@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 from sandyard.config import Settings
 from sandyard.errors import CreateFailed, HostError, SandboxError, SandyardError
@@ -27,7 +26,9 @@ from sandyard.runtimes.microvm.probing import choose
 from sandyard.runtimes.microvm.record import forget_halted, load_halted, save_halted
 from sandyard.runtimes.microvm.stall import STALLED
 from sandyard.runtimes.microvm.starting import split_layers
+from sandyard.runtimes.microvm.turns import Turns
 
+_CLOSE_PATIENCE = 45.0  # seconds; whoever stops a server kills it some time
 _PACE: dict[Accel, float] = {"kvm": 1.0, "tcg": 15.0}
 
 
@@ -53,7 +54,7 @@ class MicroVMRuntime(Runtime):
         self._keeping = Keeping(self.host, self._bring_up)
         self._suspending = self._keeping.suspending
         self._slots = asyncio.Semaphore(self.starts_at_once)
-        self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns = Turns()
         self._ready = asyncio.Lock()
         self._choice: Choice | None = None
         self._traces: Sequence[object] = ()
@@ -104,7 +105,7 @@ class MicroVMRuntime(Runtime):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slots, self._lock(sandbox_id):
+        async with self._slots, self._turns.of(sandbox_id):
             if await ended(self.host.known, sandbox_id):
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
@@ -117,7 +118,7 @@ class MicroVMRuntime(Runtime):
         return await asyncio.to_thread(lambda: sorted(self.host.ids()))
 
     async def adopt(self, sandbox_id: str) -> Instance | None:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             known = self.host.instances.get(sandbox_id)
             try:
                 choice = await self._known()
@@ -131,7 +132,7 @@ class MicroVMRuntime(Runtime):
 
     async def pause(self, instance: MicroVMInstance) -> None:
         """`Instance.pause`: with its disk held still and whole, so that it can be committed as it stands."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
             if instance.paused:
                 return
             try:
@@ -144,7 +145,7 @@ class MicroVMRuntime(Runtime):
 
     async def resume(self, instance: MicroVMInstance) -> None:
         """`Instance.resume`, with the clock set to the host's."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
             if not instance.paused:
                 return
             try:
@@ -167,7 +168,7 @@ class MicroVMRuntime(Runtime):
     async def try_again(self, instance: MicroVMInstance) -> bool:
         """Of a guest that is to run: let it go on where it stands still, and all in it; whether it stood still. Raises
         `SandboxError`, `GuestError`."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
             if instance.paused:
                 return False
             if await instance.status() in (STALLED, "paused"):
@@ -184,14 +185,14 @@ class MicroVMRuntime(Runtime):
         self, instance: MicroVMInstance, target: Path, *, durable: bool, parent: Path | None, memory: bool
     ) -> int:
         """`Instance.commit`."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
             await instance.check_room()
             if memory:
                 return await self._keeping.commit(instance, target, parent, durable=durable)
             return await commits.commit(self.host, instance, target, durable=durable)
 
     async def halt(self, sandbox_id: str) -> None:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             if load_halted(self.host.layout.disk(sandbox_id)) is not None:
                 await finish(self._halt(None, sandbox_id))
                 return
@@ -225,7 +226,7 @@ class MicroVMRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slots, self._lock(sandbox_id):
+        async with self._slots, self._turns.of(sandbox_id):
             own = self.host.layout.disk(sandbox_id)
             if load_halted(own) is None:
                 raise CreateFailed("disk", f"sandbox {sandbox_id} is not halted")
@@ -239,7 +240,7 @@ class MicroVMRuntime(Runtime):
                 raise
 
     async def suspend(self, sandbox_id: str) -> None:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             if self._suspending.get(sandbox_id) is not None:
                 await finish(self.host.end(sandbox_id))
                 return
@@ -253,13 +254,13 @@ class MicroVMRuntime(Runtime):
 
     async def wake(self, spec: SandboxSpec) -> Instance:
         choice = await self._chosen()
-        async with self._slots, self._lock(spec.sandbox_id):
+        async with self._slots, self._turns.of(spec.sandbox_id):
             return await self._settle(choice, await self._suspending.wake(choice, spec))
 
     async def commit_halted(
         self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
     ) -> int:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             record = self._suspending.get(sandbox_id)
             if memory:
                 if record is None:
@@ -278,10 +279,12 @@ class MicroVMRuntime(Runtime):
         instance = self.host.instances.get(sandbox_id)
         if instance is not None:
             instance.kill()  # whoever has the lock may wait for a guest that does not answer
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             await finish(self.host.remove(sandbox_id))
 
     async def close(self) -> None:
+        """What is under way is brought to its end or undone; the guests go on."""
+        await self._turns.end(_CLOSE_PATIENCE)
         await self.host.close()
 
     async def _known(self) -> Choice:
@@ -293,6 +296,3 @@ class MicroVMRuntime(Runtime):
             return await self.choose()
         except HostError as error:
             raise CreateFailed("host", error.message, remedy=error.remedy) from error
-
-    def _lock(self, sandbox_id: str) -> asyncio.Lock:
-        return self._busy.setdefault(sandbox_id, asyncio.Lock())

@@ -39,10 +39,14 @@ class Suspending:
         spec, layout = instance.spec, self._host.layout
         name = await ended(suspended.next_image, layout, spec.sandbox_id)
         record = Suspended(spec, name, disk.top(layout.disk(spec.sandbox_id)))
-        await finish(self._suspend(instance, record))
-        await finish(self._host.end(spec.sandbox_id))
-        await ended(suspended.tidy, layout, record)
+        await finish(self._end(instance, record))
         await finish(self._shorten(record))
+
+    async def _end(self, instance: MicroVMInstance, record: Suspended) -> None:
+        """Once it is suspended nothing of its VMM stays, whoever calls that off."""
+        await self._suspend(instance, record)
+        await self._host.end(record.spec.sandbox_id)
+        await ended(suspended.tidy, self._host.layout, record)
 
     async def _suspend(self, instance: MicroVMInstance, record: Suspended) -> None:
         layout, ran = self._host.layout, not instance.paused
