@@ -80,6 +80,11 @@ class Node:
         return replace(tried, boot_seconds=2.5)
 
 
+def rewrite(path: Path, content: str) -> None:
+    path.chmod(0o755)
+    path.write_text(content)
+
+
 @pytest.fixture
 async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Node]:
     with node_home() as home:
@@ -156,8 +161,8 @@ async def test_a_server_says_what_its_guests_run_with(node: Node) -> None:
     [
         (lambda node: (node.assets / "manifest.json").unlink(), "not set up", "sandyard setup microvm"),
         (lambda node: node.asset("initrd").unlink(), "initrd-.* is missing", "sandyard setup microvm"),
-        (lambda node: node.asset("kernel").chmod(0o600) or node.asset("kernel").write_text(""), "not what", "setup"),
-        (lambda node: node.qemu.write_text("#!/bin/sh\necho true version 9\n"), "says 'true version 9", "microvm.qemu"),
+        (lambda node: rewrite(node.asset("kernel"), ""), "not what setup wrote", "sandyard setup microvm"),
+        (lambda node: rewrite(node.qemu, "#!/bin/sh\necho true version 9\n"), "says 'true version 9", "microvm.qemu"),
         (lambda node: node.qemu.unlink(), "on this host", "microvm.qemu"),
         (
             lambda node: setattr(node, "fails", "it is silent"),
@@ -177,12 +182,13 @@ async def test_a_server_without_guests_does_not_start(
     assert remedy in (caught.value.remedy or "")
 
 
-def test_serve_says_what_to_do_first(node: Node) -> None:
+@pytest.mark.parametrize("command", ["serve --port 0 --runtime microvm", "conformance --runtime microvm"])
+def test_it_is_said_what_to_do_first(node: Node, command: str) -> None:
     (node.assets / "manifest.json").unlink()
     paths = node.settings.paths
     where = {"SANDYARD_PATHS__STATE": str(paths.state), "SANDYARD_PATHS__RUN": str(paths.run)}
     environment = {**os.environ, **where, "SANDYARD_MICROVM__QEMU": str(node.qemu)}
-    words = ["sandyard", "serve", "--port", "0", "--runtime", "microvm"]
+    words = ["sandyard", *command.split()]
     code = f"import sys; sys.argv = {words!r}; from sandyard.cli.app import main; main()"
     ended = subprocess.run(
         [sys.executable, "-c", code],
@@ -193,5 +199,6 @@ def test_serve_says_what_to_do_first(node: Node) -> None:
         timeout=60,
     )
     assert ended.returncode == 1
-    assert ended.stderr == "error: the microVM runtime is not set up; run: sandyard setup microvm\n"
+    assert ended.stderr.endswith("the microVM runtime is not set up; run: sandyard setup microvm\n")
+    assert len(ended.stderr.splitlines()) == 1
     assert ended.stdout == ""
