@@ -119,6 +119,9 @@ class NetworkedRuntime(Runtime):
     def needs(self, layer: Path) -> Path | None:
         return self.inner.needs(layer)
 
+    def held_bytes(self, layers: Collection[Path], others: Collection[Path]) -> int | None:
+        return self.inner.held_bytes(layers, others)
+
     def slim(self, layer: Path) -> bool:
         return self.inner.slim(layer)
 

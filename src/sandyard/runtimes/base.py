@@ -216,6 +216,11 @@ class Runtime(ABC):
         name is that of `layer`, a dot and more belongs to it. Blocking; raises `SandboxError` where it is damaged."""
         return None
 
+    def held_bytes(self, layers: Collection[Path], others: Collection[Path]) -> int | None:
+        """Of committed layers that share what lies beside them: the bytes they hold together on the host's disk,
+        without what the `others` or everybody's sandboxes hold too. None where layers share nothing so. Blocking."""
+        return None
+
     def slim(self, layer: Path) -> bool:
         """Remove of a committed layer what can be made again and nobody wanted lately; whether something went. For
         one that no sandbox stands on. Blocking."""

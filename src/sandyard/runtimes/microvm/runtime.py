@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
 from sandyard.runtimes.microvm.memory.fitting import load_fit, save_fit
+from sandyard.runtimes.microvm.memory.holding import held_bytes
 from sandyard.runtimes.microvm.memory.keeping import Keeping
 from sandyard.runtimes.microvm.probing import choose
 from sandyard.runtimes.microvm.record import forget_halted, load_halted, save_halted
@@ -272,6 +273,9 @@ class MicroVMRuntime(Runtime):
             if spec is None:
                 raise SandboxError(f"sandbox {sandbox_id} is not halted")
             return await commits.commit_halted(self.host, spec, target)
+
+    def held_bytes(self, layers: Collection[Path], others: Collection[Path]) -> int:
+        return held_bytes(self.host.layout, layers, others)
 
     async def destroy(self, sandbox_id: str) -> None:
         if not ID.fullmatch(sandbox_id):
