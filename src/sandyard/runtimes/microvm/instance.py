@@ -133,7 +133,8 @@ class MicroVMInstance(Instance):
         except HostFull:
             return
         except BaseException:
-            self.stall.begin(NOT_ON)
+            if not self._killed:
+                self.stall.begin(NOT_ON)
             raise
 
     async def thaw(self) -> None:

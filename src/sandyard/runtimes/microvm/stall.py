@@ -29,6 +29,7 @@ class Stall:
         self._sandbox_id = sandbox_id
         self._retry = retry
         self._again = False
+        self._ended = False
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -41,6 +42,8 @@ class Stall:
 
     def begin(self, why: str = FULL) -> None:
         """It was stopped, for the first time or once more."""
+        if self._ended:
+            return
         self._again = True
         if why == FULL:
             self.full.set()
@@ -49,7 +52,8 @@ class Stall:
             self._task = asyncio.ensure_future(self._last())
 
     def end(self) -> None:
-        """Idempotent."""
+        """It is dead, or let go of. Idempotent."""
+        self._ended = True
         if self._task is not None:
             self._task.cancel()
 
