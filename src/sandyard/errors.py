@@ -162,8 +162,6 @@ class SandboxDied(SandboxError):
 class HostFull(SandboxError):
     """The host's disk has no room for it. Nothing is lost: it can be tried again when there is."""
 
-    http_status = 507
-
 
 class AgentLinkError(SandboxError, ConnectionError):
     """The link to the agent is closed, timed out, or carried something that is not the protocol."""
