@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sandyard.config import Settings
-from sandyard.errors import CreateFailed, SandboxError
+from sandyard.errors import CreateFailed, HostFull, SandboxError
 from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
@@ -323,7 +323,7 @@ async def test_a_suspend_that_fails_leaves_it_running(
     counter = await kit.start(COUNTER)
     await kit.output("while [ ! -s /run/n ]; do sleep 0.05; done")
     monkeypatch.setattr(image, "save", _full)
-    with pytest.raises(SandboxError, match="No space left"):
+    with pytest.raises(HostFull, match="No space left"):
         await runtime.suspend("stays")
     monkeypatch.undo()
     assert await runtime.suspended() == []

@@ -11,9 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import structlog
 
 from sandyard.config import PathSettings, Settings
-from sandyard.errors import AgentLinkError, CreateFailed, DeathReason, GuestError, HostFull, SandboxError
+from sandyard.errors import (
+    AgentLinkError,
+    CreateFailed,
+    DeathReason,
+    GuestError,
+    GuestErrorCode,
+    HostFull,
+    SandboxError,
+)
 from sandyard.guest import ProcessSpec
 from sandyard.guest.wire import FIN, HEADER, MAGIC, VERSION, Frame, Op, u16, u32
 from sandyard.runtimes.base import Rootfs, SandboxSpec
@@ -285,6 +294,30 @@ async def test_a_stopped_guest_is_found_again(machine: Machine, monkeypatch: pyt
     assert await machine.runtime.adopt(NAME) is instance
     await machine.until("cont", "query-status", "cont", "query-status", "hello", "freeze0")
     assert (await instance.agent.hello())["boot_id"] == "id"
+
+
+def test_a_guest_does_not_write_to_a_terminal() -> None:
+    panic = "ok\n\x1b[2J\x07Kernel panic - not syncing: \x9b31m\u202eall is well\n"
+    death = instances._death_of("guest-panicked", panic)
+    assert death.detail == "?[2J?Kernel panic - not syncing: ?31m?all is well"
+    assert instances._death_of("shut\x1bdown", "\x1b]0;title\x07").detail == "the guest ended: shut?down (?]0;title?)"
+
+
+async def test_what_a_guest_says_in_a_stall_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "PAUSE", 0.001)
+    tried: list[int] = []
+
+    async def retry() -> bool:
+        tried.append(len(tried))
+        if len(tried) < 12:
+            raise GuestError(GuestErrorCode.IO, f"thaw: {len(tried)}")
+        return False
+
+    with structlog.testing.capture_logs() as logs:
+        stalled = stall.Stall(NAME, retry)
+        stalled.begin(stall.NOT_ON)
+        await eventually(lambda: not stalled.lasts)
+    assert [each["log_level"] for each in logs] == ["error", *["warning"] * 3, "info"]
 
 
 async def test_a_stall_in_the_middle_of_another_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,10 +272,17 @@ class MicroVMInstance(Instance):
             self._pidfd = -1
 
 
+def printable(text: str) -> str:
+    """What a guest may have written, for a log or a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def _death_of(how: str, console: str) -> Death:
-    lines = [line.strip() for line in console.splitlines() if line.strip()]
+    lines = [printable(line.strip()) for line in console.splitlines() if line.strip()]
     panic = next((line for line in lines if "Kernel panic" in line), None)
     if panic is not None:
         reason = DeathReason.OOM if "Out of memory" in panic or "out of memory" in panic else DeathReason.CRASHED
         return Death(reason, panic[-300:])
-    return Death(DeathReason.CRASHED, f"the guest ended: {how}" + (f" ({lines[-1][-200:]})" if lines else ""))
+    return Death(
+        DeathReason.CRASHED, f"the guest ended: {printable(how)}" + (f" ({lines[-1][-200:]})" if lines else "")
+    )

@@ -17,6 +17,7 @@ STALLED = "io-error"
 FULL = "the host's disk takes no more: a guest stands still until it does"
 NOT_ON = "a guest did not go on: it is tried again until it does"
 PAUSE = 5.0
+_SAID_MAX = 3
 Retry = Callable[[], Awaitable[bool]]
 
 
@@ -58,14 +59,15 @@ class Stall:
             self._task.cancel()
 
     async def _last(self) -> None:
-        said = ""
+        said: set[str] = set()  # what a guest says comes to no end
         while self._again:  # a guest that went on may have been stopped again at once: that is looked at once more
             self._again = False
             await asyncio.sleep(PAUSE)
             try:
                 self._again = await self._retry() or self._again
             except SandyardError as error:
-                if str(error) != said:
+                if str(error) not in said and len(said) < _SAID_MAX:
                     log.warning("a guest stands still, and cannot go on", sandbox=self._sandbox_id, error=str(error))
-                said, self._again = str(error), True
+                    said.add(str(error))
+                self._again = True
         log.info("a guest that stood still goes on", sandbox=self._sandbox_id)
