@@ -157,9 +157,9 @@ def _tell_ready(settings: Settings, listeners: list[Listener], on_ready: Ready |
     if on_ready is not None:
         on_ready(*ready)
         return
-    if made_with is not None:
-        print(f"sandboxes of runtime {settings.sandbox.runtime}: {made_with}", flush=True)
     print_ready(*ready)
+    if made_with is not None:
+        print(f"sandboxes are of runtime {settings.sandbox.runtime}: {made_with}", flush=True)
     for where in listeners:
         if where.tls:
             print(tls_hint(settings.server.domain, where.tls), flush=True)

@@ -3,6 +3,7 @@ of QEMU, and no guest."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -22,9 +23,10 @@ from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime, assets, choice, probing
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.bringup import BringUp
-from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.choice import Choice, find_engine, remember
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.memory.fitting import load_fit, save_fit
 from sandyard.runtimes.microvm.memory.image import Fit
 from sandyard.server.build import application
@@ -182,23 +184,37 @@ async def test_a_server_without_guests_does_not_start(
     assert remedy in (caught.value.remedy or "")
 
 
+def sandyard(node: Node, command: str) -> subprocess.Popen[str]:
+    paths = node.settings.paths
+    where = {"SANDYARD_PATHS__STATE": str(paths.state), "SANDYARD_PATHS__RUN": str(paths.run)}
+    code = f"import sys; sys.argv = {['sandyard', *command.split()]!r}; from sandyard.cli.app import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **where, "SANDYARD_MICROVM__QEMU": str(node.qemu), "SANDYARD_MICROVM__ACCEL": "tcg"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize("command", ["serve --port 0 --runtime microvm", "conformance --runtime microvm"])
 def test_it_is_said_what_to_do_first(node: Node, command: str) -> None:
     (node.assets / "manifest.json").unlink()
-    paths = node.settings.paths
-    where = {"SANDYARD_PATHS__STATE": str(paths.state), "SANDYARD_PATHS__RUN": str(paths.run)}
-    environment = {**os.environ, **where, "SANDYARD_MICROVM__QEMU": str(node.qemu)}
-    words = ["sandyard", *command.split()]
-    code = f"import sys; sys.argv = {words!r}; from sandyard.cli.app import main; main()"
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.endswith("the microVM runtime is not set up; run: sandyard setup microvm\n")
-    assert len(ended.stderr.splitlines()) == 1
-    assert ended.stdout == ""
+    child = sandyard(node, command)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (1, "")
+    assert err.endswith("the microVM runtime is not set up; run: sandyard setup microvm\n")
+    assert len(err.splitlines()) == 1
+
+
+async def test_serve_prints_what_guests_run_with(node: Node) -> None:
+    layout = Layout.of(node.settings)
+    await remember(layout, Choice(find_engine(node.settings), assets.load_assets(node.settings), "tcg", 2.5))
+    child = sandyard(node, "serve --port 0 --runtime microvm")
+    assert child.stdout is not None
+    lines = [await asyncio.to_thread(child.stdout.readline) for _ in range(2)]
+    child.terminate()
+    out, err = await asyncio.to_thread(child.communicate, timeout=60)
+    assert (child.returncode, out, err) == (0, "", "")
+    assert lines[0].startswith("sandyard is ready at http://127.0.0.1:")
+    assert lines[1].startswith("sandboxes are of runtime microvm: accelerator tcg, QEMU 7.2.1, kernel 6.1, an empty ")
