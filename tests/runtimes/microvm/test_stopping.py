@@ -26,7 +26,7 @@ from sandyard.errors import (
 from sandyard.guest import ProcessSpec
 from sandyard.guest.wire import FIN, HEADER, MAGIC, VERSION, Frame, Op, u16, u32
 from sandyard.runtimes.base import Rootfs, SandboxSpec
-from sandyard.runtimes.microvm import MicroVMRuntime, commits, stall
+from sandyard.runtimes.microvm import MicroVMRuntime, bringup, commits, stall
 from sandyard.runtimes.microvm import instance as instances
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.bringup import identify
@@ -60,6 +60,7 @@ class Machine:
         self.spec = SandboxSpec(NAME, Rootfs([]), hostname=NAME)
         self.heard: list[str] = []
         self.silent: set[str] = set()
+        self.mute = False  # the agent does not greet
         self.refused: set[str] = set()
         self.errors: dict[str, bytes] = {}
         self.states: list[str] = []
@@ -130,6 +131,10 @@ class Machine:
 
     async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers["agent"] = writer
+        if self.mute:
+            await reader.read()
+            writer.close()
+            return
         greeting = MAGIC + u16(VERSION) + u32(2) + b"id" + u32(1)
         self.says(Frame.HELLO, 0, 0, greeting)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -434,6 +439,30 @@ async def test_a_guest_that_does_not_go_on_is_tried_again(
     await eventually(lambda: not instance.stall.lasts)
     assert not instance.frozen
     assert machine.heard[-1] == "freeze0"
+
+
+@pytest.mark.parametrize("how", ["mute", "freeze0"])
+async def test_a_server_does_not_wait_long_for_a_guest(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def choose() -> Choice:
+        return CHOICE
+
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    monkeypatch.setattr(bringup, "_REJOIN_TIMEOUT", {"tcg": 0.2})
+    monkeypatch.setattr(bringup, "_GREETING", 0.3)
+    monkeypatch.setattr(bringup, "_CALL_TIMEOUT", {"tcg": 0.6})
+    monkeypatch.setattr(machine.runtime, "choose", choose)
+    machine.mute, machine.silent = how == "mute", {how}
+    instance = await asyncio.wait_for(machine.runtime.adopt(NAME), 5)
+    assert isinstance(instance, MicroVMInstance)
+    assert not instance.linked
+    assert instance.stall.lasts
+    assert await machine.runtime.adopt(NAME) is instance
+    machine.mute, machine.silent = False, set()
+    await eventually(lambda: not instance.stall.lasts)
+    assert machine.heard[-1] == "freeze0"
+    assert (await instance.agent.hello())["boot_id"] == "id"
 
 
 async def test_a_guest_that_cannot_thaw_does_not_keep_its_server_from_starting(

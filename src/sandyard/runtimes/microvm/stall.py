@@ -15,7 +15,7 @@ log = structlog.get_logger("sandyard.microvm")
 STALLED = "io-error"
 """QEMU's name for the state of one that the host has no room for."""
 FULL = "the host's disk takes no more: a guest stands still until it does"
-NOT_ON = "a guest did not go on: it is tried again until it does"
+NOT_ON = "a guest does not go on: it is tried again until it does"
 PAUSE = 5.0
 _SAID_MAX = 3
 Retry = Callable[[], Awaitable[bool]]
