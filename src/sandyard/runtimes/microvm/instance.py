@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sandyard.errors import AgentLinkError, DeathReason, GuestError, HostFull, SandboxError, SandyardError
 from sandyard.guest.client import LinkAgent
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 STOP_TIMEOUT = 120.0
 """Seconds for what QEMU answers only when all is on the host's disk."""
 _AGAIN = 10.0
+_T = TypeVar("_T")
 _ENDED = ("shutdown", "guest-panicked", "internal-error")
 
 
@@ -165,19 +166,19 @@ class MicroVMInstance(Instance):
             await self.control.execute("stop", timeout=STOP_TIMEOUT)
         self.paused = True
 
-    async def unless_stalled(self, work: Coroutine[Any, Any, None]) -> None:
+    async def unless_stalled(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Await what its agent is asked to do, but not while it stands still for want of room. Raises `HostFull`, and
         what `work` raises."""
-        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self.stall.full.wait())
+        task, full = asyncio.ensure_future(work), asyncio.ensure_future(self.stall.full.wait())
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not tasks[0].done():
+            await asyncio.wait((task, full), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
                 raise self.stall.error()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await tasks[0]
+            task.cancel()
+            full.cancel()
+            await asyncio.gather(task, full, return_exceptions=True)
+        return task.result()
 
     async def wait_dead(self) -> Death:
         return await asyncio.shield(self._death)
@@ -189,7 +190,7 @@ class MicroVMInstance(Instance):
         if self.paused:
             taken = await asyncio.to_thread(disk.used_bytes, home)
             return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
-        use = await self.agent.use()
+        use = await self.unless_stalled(self.agent.use())
         return Usage(use.memory, use.cache, host.cpu_seconds, use.disk, use.pids, use.oom_kills)
 
     async def pause(self) -> None:
