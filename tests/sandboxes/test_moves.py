@@ -424,3 +424,26 @@ async def test_a_server_that_stops_brings_a_pause_to_its_end(open_yard: OpenYard
     await moving
     async with open_yard(runtime) as yard:
         assert yard.look(made.id).state is State.PAUSED
+
+
+async def test_one_whose_link_is_looked_for_holds_up_no_other(
+    open_yard: OpenYard, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneIsLate(LateRuntime):
+        async def adopt(self, sandbox_id: str) -> Any:
+            return await super().adopt(sandbox_id) if sandbox_id == slow.id else self.instances[sandbox_id]
+
+    async def silent(_agent: MemoryAgent) -> dict[str, str]:
+        raise AgentLinkError("no answer")
+
+    runtime = OneIsLate()
+    async with open_yard(runtime) as yard:
+        slow, other = await yard.create(wanted()), await yard.create(wanted())
+        monkeypatch.setattr(MemoryAgent, "hello", silent)
+        looking = asyncio.create_task(yard.relink(slow))
+        await runtime.asked.wait()
+        await asyncio.wait_for(yard.relink(other), 5)
+        assert other.state is State.RUNNING
+        runtime.go.set()
+        await looking
+        assert not slow.state.alive
