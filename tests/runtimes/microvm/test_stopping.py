@@ -28,6 +28,7 @@ from sandyard.guest.wire import FIN, HEADER, MAGIC, VERSION, Frame, Op, u16, u32
 from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime, bringup, commits, stall
 from sandyard.runtimes.microvm import instance as instances
+from sandyard.runtimes.microvm import runtime as runtimes
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.bringup import identify
 from sandyard.runtimes.microvm.choice import Choice, Engine
@@ -299,6 +300,22 @@ async def test_a_stopped_guest_is_found_again(machine: Machine, monkeypatch: pyt
     assert await machine.runtime.adopt(NAME) is instance
     await machine.until("cont", "query-status", "cont", "query-status", "hello", "freeze0")
     assert (await instance.agent.hello())["boot_id"] == "id"
+
+
+async def test_a_start_that_takes_long_takes_no_place(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_SLOW", 0.05)
+    runtime, order = machine.runtime, []
+    runtime._slots = asyncio.Semaphore(1)
+
+    async def start(name: str, seconds: float) -> None:
+        async with runtime._slot():
+            order.append(name)
+            await asyncio.sleep(seconds)
+        order.append(f"{name} ended")
+
+    await asyncio.gather(start("quick", 0.01), start("silent", 1.0), start("next", 0.01), start("last", 0.01))
+    assert order == ["quick", "quick ended", "silent", "next", "next ended", "last", "last ended", "silent ended"]
+    assert runtime._slots._value == 1
 
 
 def test_a_guest_does_not_write_to_a_terminal() -> None:

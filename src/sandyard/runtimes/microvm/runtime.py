@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from sandyard.runtimes.microvm.stall import STALLED
 from sandyard.runtimes.microvm.starting import split_layers
 from sandyard.runtimes.microvm.turns import Turns
 
+_SLOW = 3.0  # seconds of a start on bare hardware
 _CLOSE_PATIENCE = 45.0  # seconds; whoever stops a server kills it some time
 _PACE: dict[Accel, float] = {"kvm": 1.0, "tcg": 15.0}
 
@@ -106,7 +107,7 @@ class MicroVMRuntime(Runtime):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slots, self._turns.of(sandbox_id):
+        async with self._slot(), self._turns.of(sandbox_id):
             if await ended(self.host.known, sandbox_id):
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
@@ -227,7 +228,7 @@ class MicroVMRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slots, self._turns.of(sandbox_id):
+        async with self._slot(), self._turns.of(sandbox_id):
             own = self.host.layout.disk(sandbox_id)
             if load_halted(own) is None:
                 raise CreateFailed("disk", f"sandbox {sandbox_id} is not halted")
@@ -255,7 +256,7 @@ class MicroVMRuntime(Runtime):
 
     async def wake(self, spec: SandboxSpec) -> Instance:
         choice = await self._chosen()
-        async with self._slots, self._turns.of(spec.sandbox_id):
+        async with self._slot(), self._turns.of(spec.sandbox_id):
             return await self._settle(choice, await self._suspending.wake(choice, spec))
 
     async def commit_halted(
@@ -290,6 +291,19 @@ class MicroVMRuntime(Runtime):
         """What is under way is brought to its end or undone; the guests go on."""
         await self._turns.end(_CLOSE_PATIENCE)
         await self.host.close()
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """A place among the starts that make progress at a time. One that takes long waits for its guest, which may be
+        hostile and keep silent, and gives its place to others meanwhile."""
+        await self._slots.acquire()
+        with ExitStack() as place:
+            place.callback(self._slots.release)
+            timer = asyncio.get_running_loop().call_later(_SLOW * self.pace, place.close)
+            try:
+                yield
+            finally:
+                timer.cancel()
 
     async def _known(self) -> Choice:
         """For a guest that is there: it runs on whatever becomes of QEMU and its assets on the disk."""
