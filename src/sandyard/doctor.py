@@ -105,7 +105,8 @@ def _watches() -> Finding:
 def _template(settings: Settings) -> Finding:
     template = TemplateStore(settings).find("base")
     if template is None:
-        return Finding("template base", False, "not built", "run: sandyard setup")
+        setup = "sandyard setup microvm" if settings.sandbox.runtime == "microvm" else "sandyard setup"
+        return Finding("template base", False, "not built", f"run: {setup}")
     return Finding("template base", True, f"{template.source}, {template.size_bytes >> 20} MiB")
 
 

@@ -29,6 +29,7 @@ are no rollout's: they end the run. The tree:
     ├── SandboxError                boundary sandbox
     │   ├── CreateFailed            names the stage that failed; nothing is left behind
     │   ├── SandboxDied             reason of death
+    │   ├── HostFull                the host's disk has no room; the sandbox goes on when it has
     │   └── AgentLinkError          (ConnectionError) the link to the agent broke or lied
     ├── GuestError                  an operation inside the sandbox failed (errno-like code): the
     │                               caller of the operation decides whose fault it is
@@ -156,6 +157,10 @@ class SandboxDied(SandboxError):
         self.sandbox_id = sandbox_id
         self.reason = reason
         self.detail = detail
+
+
+class HostFull(SandboxError):
+    """The host's disk has no room for it. Nothing is lost: it can be tried again when there is."""
 
 
 class AgentLinkError(SandboxError, ConnectionError):

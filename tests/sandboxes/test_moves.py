@@ -14,13 +14,14 @@ from sandyard.errors import (
     CreateFailed,
     DeathReason,
     HostError,
+    HostFull,
     NotFound,
     SandboxDied,
     SandboxError,
 )
 from sandyard.guest.memory import MemoryAgent
 from sandyard.runtimes.memory import MemoryInstance, MemoryRuntime
-from sandyard.sandboxes import Sandbox, State
+from sandyard.sandboxes import Sandbox, State, pausing
 from sandyard.sandboxes.model import OnTimeout, PauseMode, TimeoutPolicy
 from sandyard.sandboxes.starting import StartCommand
 
@@ -373,3 +374,76 @@ async def test_a_pause_while_a_link_is_looked_for_is_no_crash(
         await looking
         assert made.state is State.PAUSED
         assert yard.look(made.id) is made
+
+
+class FullRuntime(MemoryRuntime):
+    """Its host has no room while `full`; `tried` counts what was asked of it then."""
+
+    full = True
+    tried = 0
+
+    async def suspend(self, sandbox_id: str) -> None:
+        if self.full:
+            self.tried += 1
+            raise HostFull(f"sandbox {sandbox_id} stands still", remedy="free space")
+        await super().suspend(sandbox_id)
+
+
+async def test_the_end_of_one_waits_for_room_to_pause_it(
+    open_yard: OpenYard, wanted: Wanted, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pausing, "FULL_SECONDS", 0.1)
+    runtime = FullRuntime(keeps_memory=True)
+    async with open_yard(runtime) as yard:
+        made = await yard.create(wanted(policy=PAUSES, timeout=0.05))
+        await until(lambda: runtime.tried > 0)
+        assert runtime.tried == 1
+        await until(lambda: runtime.tried > 2)
+        assert made.state.alive
+        with pytest.raises(HostFull):
+            await yard.pausing.pause(made)
+        assert runtime.tried < 8
+        runtime.full = False
+        await until(lambda: made.state is State.PAUSED)
+        assert made.pause_mode is PauseMode.FULL
+
+
+class SlowSuspends(MemoryRuntime):
+    async def suspend(self, sandbox_id: str) -> None:
+        await asyncio.sleep(0.2)
+        await super().suspend(sandbox_id)
+
+
+async def test_a_server_that_stops_brings_a_pause_to_its_end(open_yard: OpenYard, wanted: Wanted) -> None:
+    runtime = SlowSuspends(keeps_memory=True)
+    async with open_yard(runtime, keep=True) as yard:
+        made = await yard.create(wanted())
+        moving = asyncio.ensure_future(yard.pausing.pause(made))
+        await asyncio.sleep(0.05)
+        assert made.state is State.PAUSING
+    await moving
+    async with open_yard(runtime) as yard:
+        assert yard.look(made.id).state is State.PAUSED
+
+
+async def test_one_whose_link_is_looked_for_holds_up_no_other(
+    open_yard: OpenYard, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneIsLate(LateRuntime):
+        async def adopt(self, sandbox_id: str) -> Any:
+            return await super().adopt(sandbox_id) if sandbox_id == slow.id else self.instances[sandbox_id]
+
+    async def silent(_agent: MemoryAgent) -> dict[str, str]:
+        raise AgentLinkError("no answer")
+
+    runtime = OneIsLate()
+    async with open_yard(runtime) as yard:
+        slow, other = await yard.create(wanted()), await yard.create(wanted())
+        monkeypatch.setattr(MemoryAgent, "hello", silent)
+        looking = asyncio.create_task(yard.relink(slow))
+        await runtime.asked.wait()
+        await asyncio.wait_for(yard.relink(other), 5)
+        assert other.state is State.RUNNING
+        runtime.go.set()
+        await looking
+        assert not slow.state.alive

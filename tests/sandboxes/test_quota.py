@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,3 +107,26 @@ async def test_what_stands_below_ones_snapshots_and_is_anothers_does_not_count(
                 await yard.catalog.put_build(replace(made.build, id=kind, template_id=template.id, rootfs=theirs))
             await yard.catalog.put_build(replace(made.build, rootfs=mine))
             assert 1 << 20 <= yard.quota.snapshot_bytes("t") - before < 3 << 19
+
+
+class SharingRuntime(MemoryRuntime):
+    """Layers that share: `held` of all together."""
+
+    held = 0
+
+    def held_bytes(self, layers: Collection[Path], others: Collection[Path]) -> int | None:
+        assert not set(layers) & set(others)
+        return self.held if layers else 0
+
+
+async def test_what_snapshots_share_is_for_the_runtime_to_say(open_yard: OpenYard, wanted: Wanted) -> None:
+    runtime = SharingRuntime()
+    async with open_yard(runtime) as yard:
+        limit(yard, snapshots_mb=2)
+        box = await yard.create(wanted())
+        first = await yard.copying.snapshot(box)
+        await yard.catalog.put_build(replace(first.build, size_bytes=8 << 20))  # as it was when it was made
+        await yard.copying.snapshot(box)
+        runtime.held = 2 << 20
+        with pytest.raises(CapacityError, match="take 2 MiB, of 2"):
+            await yard.copying.snapshot(box)

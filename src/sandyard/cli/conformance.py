@@ -9,6 +9,7 @@ import typer
 
 from sandyard.cli.console import stdout
 from sandyard.config import Settings, load_settings
+from sandyard.errors import HostError
 
 if TYPE_CHECKING:
     from sandyard.runtimes.conformance import CheckResult
@@ -35,10 +36,12 @@ async def _run(settings: Settings, template: str) -> list[CheckResult]:
     from sandyard.runtimes import open_runtime
     from sandyard.runtimes.conformance import run_conformance
 
-    rootfs = TemplateStore(settings).get(template).rootfs
     runtime = open_runtime(settings)
     try:
         probe = await runtime.probe()
+        if not probe.works:
+            raise HostError(f"the {runtime.name} runtime does not work: {probe.detail}", remedy=probe.remedy)
+        rootfs = TemplateStore(settings).get(template).rootfs
         stdout.print(f"{runtime.name}: {probe.detail}", markup=False)
         return await run_conformance(runtime, rootfs, on_result=_print_result)
     finally:

@@ -72,6 +72,8 @@ async def setup(settings: Settings, progress: Progress = silent) -> Ready:
     if packages:
         await _install(packages, progress)
     if settings.sandbox.runtime == "microvm":
+        if os.geteuid() != 0:
+            raise HostError("the microVM runtime needs root", remedy="run: sudo sandyard setup microvm")
         progress("kernel", 0.0, "the kernel that guests boot")
         assets = await make_assets(settings)
         progress("kernel", 1.0, f"kernel {assets.version} and its RAM disk are in {assets.kernel.parent}")

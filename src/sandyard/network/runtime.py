@@ -57,6 +57,11 @@ class NetworkedRuntime(Runtime):
             return Probe(False, error.message, error.remedy)
         return replace(probe, detail=f"{probe.detail}, network: {detail}")
 
+    async def check(self) -> str | None:
+        found = await self.inner.check()
+        await self.slots.probe()
+        return found
+
     async def create(self, spec: SandboxSpec) -> Instance:
         """Raises `CreateFailed` of stage `network` where there is no slot."""
         networked = await self._connected(spec)
@@ -118,6 +123,9 @@ class NetworkedRuntime(Runtime):
     def needs(self, layer: Path) -> Path | None:
         return self.inner.needs(layer)
 
+    def held_bytes(self, layers: Collection[Path], others: Collection[Path]) -> int | None:
+        return self.inner.held_bytes(layers, others)
+
     def slim(self, layer: Path) -> bool:
         return self.inner.slim(layer)
 
@@ -149,12 +157,6 @@ class NetworkedRuntime(Runtime):
 def networked(runtime: Runtime, settings: Settings) -> Runtime:
     """The runtime as `network.egress` wants it. Raises `Unsupported`."""
     return NetworkedRuntime(runtime, Slots(settings)) if settings.network.egress == "on" else runtime
-
-
-async def check(runtime: Runtime) -> None:
-    """Before a server starts. Raises `HostError` where its sandboxes could have no network."""
-    if isinstance(runtime, NetworkedRuntime):
-        await runtime.slots.probe()
 
 
 def connected(runtime: Runtime, sandbox_id: str) -> bool:

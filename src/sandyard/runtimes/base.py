@@ -168,6 +168,11 @@ class Runtime(ABC):
     async def probe(self) -> Probe:
         """Start a minimal sandbox and get an answer from it; never decides by a file's presence."""
 
+    async def check(self) -> str | None:
+        """Before a server starts: what its sandboxes are made with, in a line, where that is not known without a look.
+        Raises `HostError` with the remedy where none could be made."""
+        return None
+
     @abstractmethod
     async def create(self, spec: SandboxSpec) -> Instance:
         """Make a sandbox and wait until its agent answers. Atomic: raises `CreateFailed` naming the
@@ -226,6 +231,11 @@ class Runtime(ABC):
     def needs(self, layer: Path) -> Path | None:
         """The layer that a committed one cannot be without, if it is kept as what differs from it. Everything whose
         name is that of `layer`, a dot and more belongs to it. Blocking; raises `SandboxError` where it is damaged."""
+        return None
+
+    def held_bytes(self, layers: Collection[Path], others: Collection[Path]) -> int | None:
+        """Of committed layers that share what lies beside them: the bytes they hold together on the host's disk,
+        without what the `others` or everybody's sandboxes hold too. None where layers share nothing so. Blocking."""
         return None
 
     def slim(self, layer: Path) -> bool:

@@ -17,9 +17,12 @@ class Expiry:
         self._max_paused = max_paused
         self._over = over
 
-    def arm(self, sandbox: Sandbox) -> None:
-        """Set the timers that its state asks for, in place of earlier ones."""
+    def arm(self, sandbox: Sandbox, *, rest: float = 0.0) -> None:
+        """Set the timers that its state asks for, in place of earlier ones; in `rest` seconds, if any."""
         self.disarm(sandbox)
+        if rest:
+            self._timers.set(f"end:{sandbox.id}", rest, lambda: self.arm(sandbox))
+            return
         if sandbox.paused_at is not None:
             end = sandbox.paused_at + self._max_paused
             detail = f"paused for more than sandbox.max_paused, {self._max_paused:g} s"

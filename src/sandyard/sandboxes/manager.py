@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -112,7 +113,7 @@ class SandboxManager:
         self.permit: Callable[[Sandbox], Awaitable[None]] = _permit_nothing
         self.catalog.on_drop = self.collect_soon
         self.catalog.on_replace = self._replaced
-        self._relinking = asyncio.Lock()
+        self._relinking = WeakValueDictionary[str, asyncio.Lock]()  # an agent may keep silent as long as it likes
         self._sandboxes: dict[str, Sandbox] = {}
         self._background: set[asyncio.Task[None]] = set()
 
@@ -139,6 +140,7 @@ class SandboxManager:
         the paused ones the files stay: with nobody to watch over it, nothing may hold memory."""
         self.timers.clear()
         await self.pool.stop()
+        await self.pausing.finish()
         if not keep:
             await asyncio.gather(*(self._shut(sandbox) for sandbox in list(self._sandboxes.values())))
         await self.starter.stop()
@@ -293,7 +295,7 @@ class SandboxManager:
     async def relink(self, sandbox: Sandbox) -> None:
         """Get a new link to an agent whose link broke though the sandbox lives; kill it where that fails. One that
         is paused, or on its way there, is left alone."""
-        async with self._relinking:
+        async with self._relinking.setdefault(sandbox.id, asyncio.Lock()):
             if sandbox.state is not State.RUNNING or await _answers(sandbox) or sandbox.state is not State.RUNNING:
                 return
             log.warning("agent link broke", sandbox=sandbox.id)

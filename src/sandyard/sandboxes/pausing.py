@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sandyard.errors import Conflict, DeathReason, NotFound, SandyardError, Unsupported
+from sandyard.errors import Conflict, DeathReason, HostFull, NotFound, SandyardError, Unsupported
 from sandyard.runtimes.base import Instance
 from sandyard.sandboxes.halted import HaltedInstance
 from sandyard.sandboxes.model import OnTimeout, PauseMode, Sandbox, State
@@ -23,6 +23,8 @@ log = structlog.get_logger("sandyard.pausing")
 
 AUTO_RESUME_WAIT = 60.0
 AUTO_RESUME_LIFE = 300.0
+FULL_SECONDS = 30.0
+"""For how long the end of one does not come that could not be paused for want of room on the host's disk."""
 
 
 class Pausing:
@@ -48,6 +50,11 @@ class Pausing:
         """Wait for the move under way, however it ends."""
         while (move := self._moves.get(sandbox.id)) is not None:
             await asyncio.wait({move})
+
+    async def finish(self) -> None:
+        """Wait for every move under way, however it ends."""
+        while moves := set(self._moves.values()):
+            await asyncio.wait(moves)
 
     async def abandon(self, sandbox: Sandbox) -> None:
         """End the move under way, of a sandbox that is being killed; returns when nothing of it runs."""
@@ -113,6 +120,9 @@ class Pausing:
                 return
             except Conflict:
                 return  # somebody else did
+            except HostFull as error:
+                log.error("sandbox waits for its end: it cannot be paused now", sandbox=sandbox.id, error=str(error))
+                return
             except SandyardError as error:
                 log.error("sandbox could not be paused at its end", sandbox=sandbox.id, error=str(error))
                 detail = f"{detail}, and it could not be paused: {error}"
@@ -151,8 +161,8 @@ class Pausing:
                 await sandbox.instance.pause()
             sandbox.paused_at = time.time()
             await manager.store.set_paused(sandbox.id, sandbox.paused_at, mode.value)
-        except BaseException:
-            await self._run_again(sandbox)
+        except BaseException as error:
+            await self._run_again(sandbox, rest=FULL_SECONDS if isinstance(error, HostFull) else 0.0)
             raise
         if sandbox.state is not State.PAUSING:
             return  # it is being killed
@@ -236,8 +246,8 @@ class Pausing:
         sandbox.instance = instance
         self._manager.reaper.watch(sandbox)
 
-    async def _run_again(self, sandbox: Sandbox) -> None:
-        """After a pause that failed: running, as before."""
+    async def _run_again(self, sandbox: Sandbox, rest: float) -> None:
+        """After a pause that failed: running, as before; its time is not over for another `rest` seconds."""
         if not sandbox.state.alive:
             return
         try:
@@ -255,7 +265,7 @@ class Pausing:
             return
         if sandbox.state is State.PAUSING:
             sandbox.state, sandbox.paused_at = State.RUNNING, None
-            self._manager.expiry.arm(sandbox)
+            self._manager.expiry.arm(sandbox, rest=rest)
 
     async def _pause_again(self, sandbox: Sandbox) -> None:
         """After a resume that failed: paused, as before."""

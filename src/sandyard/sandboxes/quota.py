@@ -50,7 +50,9 @@ class Quota:
         """While a sandbox's files are copied to stay. Raises `CapacityError` where those of its tenant take all
         they may; the last copy may pass that by its own size."""
         self._check_snapshots(sandbox.tenant, 0)
-        with _counted(self._copying, sandbox.tenant, sandbox.resources.disk_mb):
+        sizes = sandbox.resources
+        most = sizes.disk_mb + (sizes.memory_mb if self._manager.copying.keeps_memory(sandbox) else 0)
+        with _counted(self._copying, sandbox.tenant, most):
             yield
 
     @contextlib.contextmanager
@@ -77,13 +79,15 @@ class Quota:
 
     def snapshot_bytes(self, tenant: str) -> int:
         """Of the layers that the tenant's snapshots wrote, as they are on the disk now, and of those below that only
-        they keep: of snapshots that were deleted. What anybody's template or another snapshot has is that one's."""
+        they keep: of snapshots that were deleted. What anybody's template or another snapshot has is that one's; what
+        several of the tenant's share counts once, also when the one that wrote it is deleted."""
         catalog = self._manager.catalog
-        theirs, mine = set[Path](), list[Build]()
+        theirs, templates, mine = set[Path](), set[Path](), list[Build]()
         for template in catalog.all():
             for build in template.builds.values():
                 if template.kind != "snapshot":
                     theirs.update(build.rootfs.layers)
+                    templates.update(build.rootfs.layers)
                 elif template.tenant == tenant:
                     mine.append(build)
                 else:
@@ -91,6 +95,9 @@ class Quota:
         tops = {layer for build in mine for layer in build.rootfs.layers[:1]}
         own = {layer for build in mine for layer in build.rootfs.layers if layer.parent == catalog.layers_home}
         below = {layer for layer in own | self._needed(own) if layer.parent == catalog.layers_home} - tops - theirs
+        held = self._manager.runtime.held_bytes(tops | below, templates)
+        if held is not None:
+            return held
         written = (max(build.size_bytes, *map(_taken, build.rootfs.layers[:1]), 0) for build in mine)
         return sum(written) + sum(map(_taken, below))
 

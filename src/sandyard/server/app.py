@@ -70,6 +70,7 @@ class Application:
 
     def __init__(self, manager: SandboxManager, keys: Keys, tokens: SandboxTokens, hooks: Hooks | None = None) -> None:
         self.manager = manager
+        self.made_with: str | None = None  # as `Runtime.check` tells it
         self.keys = keys
         self.usage = UsageHistory(manager)
         self.builds = Builds(manager)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from sandyard.config import Settings
 from sandyard.errors import ConfigError
 from sandyard.images.templates import Template, TemplateStore
-from sandyard.network.runtime import check, networked, permit
+from sandyard.network.runtime import networked, permit
 from sandyard.runtimes import open_runtime
 from sandyard.runtimes.base import Resources, Rootfs, Runtime
 from sandyard.sandboxes import FixedTemplates, SandboxManager, TemplateSource, TemplateView
@@ -69,7 +69,7 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
     try:
         keys = Keys(store)
         await keys.open(settings)
-        await check(own)
+        made_with = await own.check()
         seed = read_or_make(secrets_dir(settings.paths.state) / SEED_FILE, new_api_key())
         manager = SandboxManager(settings, own, template_source(settings), store)
         manager.permit = lambda sandbox: permit(own, sandbox.id, sandbox.network)
@@ -81,6 +81,7 @@ async def application(settings: Settings, runtime: Runtime | None = None) -> Asy
             _check_uploads(settings, own)
             manager.remote = RemoteSnapshots(manager, blobs)
         app = Application(manager, keys, SandboxTokens(seed), hooks)
+        app.made_with = made_with
         try:
             await manager.start()
             if manager.remote is not None:

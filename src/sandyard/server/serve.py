@@ -142,7 +142,7 @@ async def _serve(
         try:
             for where in listeners:
                 await answers(where)
-            _tell_ready(settings, listeners, on_ready)
+            _tell_ready(settings, listeners, on_ready, app.made_with)
         except BaseException:
             stop()
             raise
@@ -152,12 +152,14 @@ async def _serve(
                 task.cancel()
 
 
-def _tell_ready(settings: Settings, listeners: list[Listener], on_ready: Ready | None) -> None:
+def _tell_ready(settings: Settings, listeners: list[Listener], on_ready: Ready | None, made_with: str | None) -> None:
     ready = url_of(listeners[0].socket), secrets_dir(settings.paths.state) / KEY_FILE
     if on_ready is not None:
         on_ready(*ready)
         return
     print_ready(*ready)
+    if made_with is not None:
+        print(f"sandboxes are of runtime {settings.sandbox.runtime}: {made_with}", flush=True)
     for where in listeners:
         if where.tls:
             print(tls_hint(settings.server.domain, where.tls), flush=True)

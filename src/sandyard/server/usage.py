@@ -77,8 +77,12 @@ class UsageHistory:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            for sandbox in self._manager.all():
-                try:
-                    await self.now(sandbox)
-                except SandyardError as error:
-                    log.info("no sample", sandbox=sandbox.id, error=str(error))
+            # Side by side: what one guest takes its time to answer, or does not, is not for the others to wait for.
+            await asyncio.gather(*(self._sample(sandbox) for sandbox in self._manager.all()))
+
+    async def _sample(self, sandbox: Sandbox) -> None:
+        try:
+            async with asyncio.timeout(SAMPLE_SECONDS):
+                await self.now(sandbox)
+        except (SandyardError, TimeoutError) as error:
+            log.info("no sample", sandbox=sandbox.id, error=str(error))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandyard.config import PathSettings, Settings
+from sandyard.errors import HostFull
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
@@ -81,7 +82,13 @@ async def _waits(runtime: MicroVMRuntime, base: Rootfs, ballast: Path) -> None:
     await asyncio.sleep(6)  # it was tried again meanwhile
     assert instance.stall.lasts
     assert not writing.done()
+    for move in (instance.pause(), runtime.suspend("full"), instance.commit(ballast.with_name("layer"), memory=True)):
+        with pytest.raises(HostFull, match="no room"):
+            await asyncio.wait_for(move, 10)
     await asyncio.to_thread(ballast.unlink)
     assert (await writing).status.code == 0
     assert await kit.output("sha256sum < /root/big | cmp - /root/sum && echo whole") == "whole"
     assert not instance.stall.lasts or await runtime.try_again(instance) is False
+    await instance.pause()
+    await instance.resume()
+    assert await kit.output("sha256sum < /root/big | cmp - /root/sum && echo whole") == "whole"

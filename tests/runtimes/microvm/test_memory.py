@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sandyard.config import Settings
-from sandyard.errors import CreateFailed, SandboxError
+from sandyard.errors import CreateFailed, HostFull, SandboxError
 from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
@@ -64,6 +64,13 @@ async def number(kit: Kit) -> int:
     return int(await kit.output("cat /run/n"))
 
 
+async def has_the_time(kit: Kit) -> None:
+    """That of the host, when it looked: the answer may take its time."""
+    began = time.time()
+    said = float(await kit.output("date +%s.%N"))
+    assert began - 0.5 < said < time.time() + 0.5
+
+
 async def counting(kit: Kit, pid: int) -> None:
     """The counter of this pid counts on."""
     assert pid in await kit.agent.processes()
@@ -109,7 +116,7 @@ async def test_what_is_suspended_goes_on_under_another_server(
         woken = Kit(later, base, await later.wake(instance.spec))
         at = await number(woken)
         assert before <= at < before + 25  # what passed while it slept did not pass for it
-        assert abs(float(await woken.output("date +%s.%N")) - time.time()) < 0.5
+        await has_the_time(woken)
         assert await woken.output("cat /run/kept /root/disk /proc/sys/kernel/random/boot_id") == f"kept\ndisk\n{boot}"
         await counting(woken, counter.pid)
         assert await later.suspended() == []
@@ -132,7 +139,7 @@ async def test_a_snapshot_is_of_one_instant_and_its_source_goes_on(
     async with copied(runtime, base, layer, "copy") as copy:
         assert writer.pid in await copy.agent.processes()
         assert await copy.output("hostname") == "copy"
-        assert abs(float(await copy.output("date +%s.%N")) - time.time()) < 0.5
+        await has_the_time(copy)
         seen = (await copy.output("cat /root/lines")).split()
         assert [int(line) for line in seen] == list(range(1, len(seen) + 1))
     await kit.output(f"while [ $(wc -l < /root/lines) -le {lines} ]; do sleep 0.05; done")
@@ -167,7 +174,7 @@ async def test_forks_are_apart_from_the_first_moment(runtime: MicroVMRuntime, ba
             await copy.output("while [ ! -e /run/first ]; do sleep 0.05; done")
             name, uuid, at = (await copy.output("cat /run/first")).split()
             assert name == f"fork{count}"
-            assert began - 1.5 < int(at) < time.time() + 0.5
+            assert began - 1 <= int(at) <= time.time() + 1
             seen |= {uuid, await copy.output("head -c 16 /dev/urandom | od -An -tx1")}
             seen.add(await copy.output("cat /proc/sys/kernel/random/uuid"))
     assert len(seen) == 24
@@ -324,7 +331,7 @@ async def test_a_suspend_that_fails_leaves_it_running(
     counter = await kit.start(COUNTER)
     await kit.output("while [ ! -s /run/n ]; do sleep 0.05; done")
     monkeypatch.setattr(image, "save", _full)
-    with pytest.raises(SandboxError, match="No space left"):
+    with pytest.raises(HostFull, match="No space left"):
         await runtime.suspend("stays")
     monkeypatch.undo()
     assert await runtime.suspended() == []

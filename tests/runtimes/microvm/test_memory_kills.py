@@ -1,4 +1,5 @@
-"""kill -9 of a server or of a VMM, at any point of what they do with memory: the old or the new, nothing between."""
+"""A server that is killed or stopped, or a VMM that is killed, at any point of what they do with memory: the old or
+the new, nothing between."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.runtimes.microvm.memory import image
+from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import load_running
 from tests.runtimes.microvm import victim
 from tests.runtimes.microvm.victim import NAME, SMALL
@@ -39,13 +41,17 @@ class Campaign:
         self.pid = 0
         self.count = 0
         self.came_back = 0
+        self.in_time = 0  # moves that were over before they could be stopped
 
-    async def round(self, runtime: MicroVMRuntime, move: str) -> None:
+    async def round(self, runtime: MicroVMRuntime, move: str, *, stop: bool = False) -> None:
+        """`stop`: nothing is killed, but the server is to stop."""
         await self._prepare(runtime, move)
         await runtime.close()
         layer = self.layers / f"layer{self.count}"
         self.count += 1
-        vmm = await self._strike(move, layer)
+        vmm = await self._strike(move, layer, stop)
+        if stop:
+            await self._is_whole(runtime, layer)
         await self._look(runtime, vmm, layer)
 
     async def _prepare(self, runtime: MicroVMRuntime, move: str) -> None:
@@ -63,8 +69,8 @@ class Campaign:
         if move != "wake" and suspended:
             await runtime.wake(spec)
 
-    async def _strike(self, move: str, layer: Path) -> bool:
-        """Let a server begin, and kill it or a VMM at some moment; whether it was a VMM."""
+    async def _strike(self, move: str, layer: Path, stop: bool) -> bool:
+        """Let a server begin, and stop it, or kill it or a VMM, at some moment; whether a VMM was killed."""
         words = [str(self.settings.paths.state), str(self.settings.paths.run), move, str(layer)]
         source = os.pathsep.join(path for path in sys.path if path)
         server = await asyncio.create_subprocess_exec(
@@ -74,7 +80,7 @@ class Campaign:
             env={**os.environ, "PYTHONPATH": source},
         )
         assert server.stdout is not None
-        vmm = self.dice.random() < 0.3
+        vmm = not stop and self.dice.random() < 0.3
         try:
             said = await server.stdout.readline()
             assert said == b"go\n", (await server.communicate())[1].decode()
@@ -86,11 +92,35 @@ class Campaign:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(record.pid, signal.SIGKILL)
                 await asyncio.wait_for(server.communicate(), 120)
+            if stop:
+                with contextlib.suppress(ProcessLookupError):
+                    server.terminate()
+                said, wrong = await asyncio.wait_for(server.communicate(), 120)
+                done = said == b"done\n"
+                assert server.returncode == 0 or done, wrong.decode()
+                self.in_time += done
         finally:
             with contextlib.suppress(ProcessLookupError):
                 server.kill()
             await server.communicate()
         return vmm
+
+    async def _is_whole(self, runtime: MicroVMRuntime, layer: Path) -> None:
+        """Before any other server comes: it runs, or it is suspended and no VMM is left; of the snapshot there is all
+        or nothing."""
+        layout = runtime.host.layout
+        home = layout.home(NAME)
+        if NAME in await runtime.suspended():
+            assert not home.exists()
+        else:
+            control = await Qmp.connect(layout.qmp_socket(NAME), 20)
+            try:
+                assert (await control.execute("query-status"))["status"] == "running"
+            finally:
+                await control.close()
+        left = sorted(path.name for path in await asyncio.to_thread(lambda: list(layer.parent.glob(f"{layer.name}*"))))
+        assert not left or image.exists(layer), left
+        assert not list(layout.disk(NAME).glob("state-*"))
 
     async def _look(self, runtime: MicroVMRuntime, vmm: bool, layer: Path) -> None:
         assert set(await runtime.list()) <= {NAME, "child"}
@@ -143,3 +173,22 @@ async def test_kills_leave_the_old_or_the_new(
             raise AssertionError(f"kill {number} of {kills}, in {move}, seed {seed}: {error}") from error
     assert campaign.came_back > kills // 2
     print(f"{campaign.came_back} of {kills} came back")
+
+
+@pytest.mark.parametrize("stops", [8, pytest.param(60, marks=pytest.mark.full)])
+async def test_a_server_that_stops_leaves_nothing_half(
+    runtime: MicroVMRuntime, settings: Settings, base: Rootfs, stops: int
+) -> None:
+    layers = settings.paths.state / "layers"
+    layers.mkdir(exist_ok=True)
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    campaign = Campaign(settings, base, layers, seed)
+    for number in range(stops):
+        move = MOVES[number % len(MOVES)]
+        try:
+            await campaign.round(runtime, move, stop=True)
+        except (AssertionError, SandboxError) as error:
+            raise AssertionError(f"stop {number} of {stops}, in {move}, seed {seed}: {error}") from error
+    assert campaign.came_back == stops
+    print(f"{campaign.in_time} of {stops} were over before")

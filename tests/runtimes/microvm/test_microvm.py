@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from sandyard.errors import GuestError, HostError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
-from sandyard.runtimes.microvm.assets import load_assets, make_assets
+from sandyard.runtimes.microvm.assets import check_assets, load_assets, make_assets
 from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.layout import Layout
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
 SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
@@ -51,6 +53,34 @@ async def test_a_half_made_setup_is_mended(settings: Settings) -> None:
     assert [path.exists() for path in old] == [False, False, True, True]
 
 
+async def test_a_setup_that_cannot_be_says_why(settings: Settings, tmp_path: Path) -> None:
+    async def fails(said: str, **changed: Path | None) -> None:
+        microvm = settings.microvm.model_copy(update=changed)
+        with pytest.raises(HostError, match=said) as caught:
+            await make_assets(settings.model_copy(update={"microvm": microvm}))
+        assert caught.value.remedy
+
+    other = tmp_path / "6.1.0-other"
+    other.mkdir()
+    (tmp_path / "text").write_text("no kernel")
+    await fails("nowhere: No such file", kernel=tmp_path / "nowhere")
+    await fails("not a bzImage", kernel=tmp_path / "text")
+    await fails("nowhere is not a directory", modules=tmp_path / "nowhere")
+    await fails("6.1.0-other is not of .*, which is Linux", modules=other)
+    await fails("without microvm.modules", modules=None)
+    manifest = Layout.of(settings).assets / "manifest.json"
+    manifest.unlink()
+    (manifest / "in the way").mkdir(parents=True)
+    await fails("manifest.json: Is a directory")
+    shutil.rmtree(manifest)
+    made = await make_assets(settings)
+    made.kernel.chmod(0o600)
+    made.kernel.write_bytes(bytes(made.kernel.stat().st_size))
+    with pytest.raises(HostError, match="not what setup wrote"):
+        check_assets(made)
+    check_assets(await make_assets(settings))
+
+
 @pytest.mark.full
 async def test_the_doctor_tries_every_promise_in_a_guest(settings: Settings) -> None:
     found = {finding.name: finding for finding in await diagnose(settings)}
@@ -59,7 +89,7 @@ async def test_the_doctor_tries_every_promise_in_a_guest(settings: Settings) -> 
         assert found[name].ok, found[name]
     missing = settings.model_copy(update={"microvm": settings.microvm.model_copy(update={"qemu": "no-such-qemu"})})
     found = {finding.name: finding for finding in await diagnose(missing)}
-    assert "sandyard setup microvm" in (found["microVM"].remedy or "")
+    assert "microvm.qemu" in (found["microVM"].remedy or "")
     assert "create a sandbox" not in found
 
 

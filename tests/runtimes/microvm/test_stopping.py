@@ -11,13 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import structlog
 
 from sandyard.config import PathSettings, Settings
-from sandyard.errors import AgentLinkError, CreateFailed, DeathReason, GuestError, SandboxError
+from sandyard.errors import (
+    AgentLinkError,
+    CreateFailed,
+    DeathReason,
+    GuestError,
+    GuestErrorCode,
+    HostFull,
+    SandboxError,
+)
 from sandyard.guest import ProcessSpec
 from sandyard.guest.wire import FIN, HEADER, MAGIC, VERSION, Frame, Op, u16, u32
 from sandyard.runtimes.base import Rootfs, SandboxSpec
-from sandyard.runtimes.microvm import MicroVMRuntime, commits, stall
+from sandyard.runtimes.microvm import MicroVMRuntime, bringup, commits, stall
+from sandyard.runtimes.microvm import instance as instances
+from sandyard.runtimes.microvm import runtime as runtimes
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.bringup import identify
 from sandyard.runtimes.microvm.choice import Choice, Engine
@@ -50,6 +61,7 @@ class Machine:
         self.spec = SandboxSpec(NAME, Rootfs([]), hostname=NAME)
         self.heard: list[str] = []
         self.silent: set[str] = set()
+        self.mute = False  # the agent does not greet
         self.refused: set[str] = set()
         self.errors: dict[str, bytes] = {}
         self.states: list[str] = []
@@ -120,12 +132,17 @@ class Machine:
 
     async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers["agent"] = writer
+        if self.mute:
+            await reader.read()
+            writer.close()
+            return
         greeting = MAGIC + u16(VERSION) + u32(2) + b"id" + u32(1)
         self.says(Frame.HELLO, 0, 0, greeting)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 length, frame, channel, _, stream = HEADER.unpack(await reader.readexactly(HEADER.size))
                 self._take(frame, channel, stream, await reader.readexactly(length))
+        writer.close()
 
     def _take(self, frame: int, channel: int, stream: int, payload: bytes) -> None:
         name = Frame(frame).name.lower()
@@ -285,6 +302,46 @@ async def test_a_stopped_guest_is_found_again(machine: Machine, monkeypatch: pyt
     assert (await instance.agent.hello())["boot_id"] == "id"
 
 
+async def test_a_start_that_takes_long_takes_no_place(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_SLOW", 0.05)
+    runtime, order = machine.runtime, []
+    runtime._slots = asyncio.Semaphore(1)
+
+    async def start(name: str, seconds: float) -> None:
+        async with runtime._slot():
+            order.append(name)
+            await asyncio.sleep(seconds)
+        order.append(f"{name} ended")
+
+    await asyncio.gather(start("quick", 0.01), start("silent", 1.0), start("next", 0.01), start("last", 0.01))
+    assert order == ["quick", "quick ended", "silent", "next", "next ended", "last", "last ended", "silent ended"]
+    assert runtime._slots._value == 1
+
+
+def test_a_guest_does_not_write_to_a_terminal() -> None:
+    panic = "ok\n\x1b[2J\x07Kernel panic - not syncing: \x9b31m\u202eall is well\n"
+    death = instances._death_of("guest-panicked", panic)
+    assert death.detail == "?[2J?Kernel panic - not syncing: ?31m?all is well"
+    assert instances._death_of("shut\x1bdown", "\x1b]0;title\x07").detail == "the guest ended: shut?down (?]0;title?)"
+
+
+async def test_what_a_guest_says_in_a_stall_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "PAUSE", 0.001)
+    tried: list[int] = []
+
+    async def retry() -> bool:
+        tried.append(len(tried))
+        if len(tried) < 12:
+            raise GuestError(GuestErrorCode.IO, f"thaw: {len(tried)}")
+        return False
+
+    with structlog.testing.capture_logs() as logs:
+        stalled = stall.Stall(NAME, retry)
+        stalled.begin(stall.NOT_ON)
+        await eventually(lambda: not stalled.lasts)
+    assert [each["log_level"] for each in logs] == ["error", *["warning"] * 3, "info"]
+
+
 async def test_a_stall_in_the_middle_of_another_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall, "PAUSE", 0.01)
     tried: list[int] = []
@@ -299,3 +356,144 @@ async def test_a_stall_in_the_middle_of_another_is_not_missed(monkeypatch: pytes
     stalled.begin()
     await eventually(lambda: not stalled.lasts)
     assert tried == [0, 1]
+    stalled.end()
+    stalled.begin()  # by what comes to its end after the sandbox
+    assert not stalled.lasts
+
+
+async def test_a_pause_says_at_once_that_the_host_is_full(machine: Machine) -> None:
+    instance = await machine.hold()
+    machine.event("BLOCK_IO_ERROR", STOPPED)
+    await eventually(lambda: instance.stall.lasts)
+    machine.states = ["io-error"] * 9
+    for move in (instance.pause(), instance.commit(machine.home / "layer"), machine.runtime.halt(NAME)):
+        with pytest.raises(HostFull, match="no room") as caught:
+            await asyncio.wait_for(move, 5)
+        assert caught.value.remedy is not None
+        assert "free space" in caught.value.remedy
+    assert set(machine.heard) == {"query-status"}, "it was touched"
+    assert not instance.paused
+    machine.states = []
+    machine.event("RESUME", {})
+    await eventually(lambda: not instance.stall.full.is_set())
+    await instance.pause()
+
+
+async def test_a_host_that_is_full_in_the_middle_of_a_pause(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    instance = await machine.hold()
+    machine.silent, machine.states = {"freeze3"}, ["io-error"] * 3
+    pausing = asyncio.ensure_future(instance.pause())
+    await machine.until("freeze3")
+    machine.event("BLOCK_IO_ERROR", STOPPED)
+    with pytest.raises(HostFull):
+        await asyncio.wait_for(pausing, 5)
+    assert not instance.paused
+    await machine.until("query-status", "cont", "query-status", "freeze0")  # there is room: it goes on, and all in it
+    await eventually(lambda: not instance.stall.lasts)
+    assert not instance.frozen
+    machine.silent = set()
+    await instance.pause()
+
+
+@pytest.mark.parametrize("step", ["cont", "identify", "freeze0"])
+async def test_a_resume_that_fails_leaves_it_paused(machine: Machine, step: str) -> None:
+    instance = await machine.hold()
+    await instance.pause()
+    if step == "cont":
+        machine.refused = {"cont"}
+    else:
+        machine.errors[step] = u16(13) + u32(5) + u32(4) + b"thaw"
+    machine.heard.clear()
+    with pytest.raises((SandboxError, GuestError)):
+        await instance.resume()
+    assert instance.paused
+    assert machine.heard[-2:] == (["cont", "stop"] if step == "cont" else ["freeze3", "stop"])
+    machine.refused, machine.errors = set(), {}
+    machine.heard.clear()
+    await instance.resume()
+    assert not instance.paused
+    assert machine.heard == ["cont", "identify", "freeze0"]
+    assert (await instance.agent.hello())["boot_id"] == "id"
+
+
+async def test_a_resume_that_is_called_off_leaves_it_paused(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def choose() -> Choice:
+        return CHOICE
+
+    monkeypatch.setattr(machine.runtime, "choose", choose)
+    monkeypatch.setattr(instances, "_AGAIN", 0.1)
+    instance = await machine.hold()
+    await instance.pause()
+    machine.silent = {"identify", "freeze3"}
+    resuming = asyncio.ensure_future(instance.resume())
+    await machine.until("identify")
+    resuming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await resuming
+    assert instance.paused
+    assert not instance.linked
+    await machine.until("stop")
+    machine.silent = set()
+    await instance.resume()
+    assert machine.heard[-4:] == ["cont", "hello", "identify", "freeze0"]
+
+
+@pytest.mark.parametrize("step", ["cont", "freeze0"])
+async def test_a_guest_that_does_not_go_on_is_tried_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    instance = await machine.hold()
+    await instance.stand_still()
+    machine.refused = {"cont"} if step == "cont" else set()
+    machine.errors = {"freeze0": u16(13) + u32(5) + u32(4) + b"thaw"} if step == "freeze0" else {}
+    machine.states = ["paused"] * 2 if step == "cont" else []
+    with pytest.raises((SandboxError, GuestError)):
+        await instance.go_on()
+    await machine.until("query-status", step)
+    machine.refused, machine.errors = set(), {}
+    await eventually(lambda: not instance.stall.lasts)
+    assert not instance.frozen
+    assert machine.heard[-1] == "freeze0"
+
+
+@pytest.mark.parametrize("how", ["mute", "freeze0"])
+async def test_a_server_does_not_wait_long_for_a_guest(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def choose() -> Choice:
+        return CHOICE
+
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    monkeypatch.setattr(bringup, "_REJOIN_TIMEOUT", {"tcg": 0.2})
+    monkeypatch.setattr(bringup, "_GREETING", 0.3)
+    monkeypatch.setattr(bringup, "_CALL_TIMEOUT", {"tcg": 0.6})
+    monkeypatch.setattr(machine.runtime, "choose", choose)
+    machine.mute, machine.silent = how == "mute", {how}
+    instance = await asyncio.wait_for(machine.runtime.adopt(NAME), 5)
+    assert isinstance(instance, MicroVMInstance)
+    assert not instance.linked
+    assert instance.stall.lasts
+    assert await machine.runtime.adopt(NAME) is instance
+    machine.mute, machine.silent = False, set()
+    await eventually(lambda: not instance.stall.lasts)
+    assert machine.heard[-1] == "freeze0"
+    assert (await instance.agent.hello())["boot_id"] == "id"
+
+
+async def test_a_guest_that_cannot_thaw_does_not_keep_its_server_from_starting(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def choose() -> Choice:
+        return CHOICE
+
+    monkeypatch.setattr(stall, "PAUSE", 0.02)
+    monkeypatch.setattr(machine.runtime, "choose", choose)
+    machine.errors["freeze0"] = u16(13) + u32(5) + u32(4) + b"thaw"
+    instance = await machine.runtime.adopt(NAME)
+    assert isinstance(instance, MicroVMInstance)
+    assert instance.stall.lasts
+    await machine.until("query-status", "freeze0", "query-status", "freeze0")
+    machine.errors = {}
+    await eventually(lambda: not instance.stall.lasts)

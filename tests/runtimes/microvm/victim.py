@@ -1,8 +1,9 @@
-"""A server of one sandbox, to be killed: `python victim.py STATE RUN MOVE LAYER` makes one move with it."""
+"""A server of one sandbox, to be killed or stopped: `python victim.py STATE RUN MOVE LAYER` makes one move with it."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,21 @@ SMALL = Resources(memory_mb=128, disk_mb=64, pids=64)
 
 
 async def main(state: Path, run: Path, move: str, layer: Path) -> None:
+    """On SIGTERM it lets go of its sandboxes, as a server does that keeps them."""
     disks.DEEPEST = 2  # so that disks are made one image often
     runtime = MicroVMRuntime(Settings(paths=PathSettings(state=state, run=run)))
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    moving = asyncio.ensure_future(_serve(runtime, move, layer))
+    stopping = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait((moving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not stopped.is_set():
+        await moving
+    await runtime.close()
+    stopping.cancel()
+
+
+async def _serve(runtime: MicroVMRuntime, move: str, layer: Path) -> None:
     base = (await build_base(Settings())).rootfs
     spec = SandboxSpec(NAME, base, SMALL, hostname=NAME)
     if move == "wake":

@@ -6,6 +6,7 @@ They lie below `<state>/microvm`, each named by its content; `manifest.json` say
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -22,10 +23,12 @@ from sandyard.runtimes.microvm.cpio import Cpio
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.modules import Modules
 
+MANIFEST = "manifest.json"
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 _REMEDY = "run: sandyard setup microvm"
 _KEPT = 2
 _MAGIC_AT = 0x202  # of the boot protocol, in a bzImage
+_VERSION_AT = 0x20E
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +46,48 @@ def load_assets(settings: Settings) -> Assets:
     """What `make_assets` made. Raises `HostError` where it is not there, or half."""
     layout = Layout.of(settings)
     try:
-        record = json.loads((layout.assets / "manifest.json").read_text())
+        record = json.loads((layout.assets / MANIFEST).read_text())
         found = Assets(**{**record, "kernel": Path(record["kernel"]), "initrd": Path(record["initrd"])})
     except FileNotFoundError as error:
         raise HostError("the microVM runtime is not set up", remedy=_REMEDY) from error
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise HostError(f"{layout.assets}/manifest.json is damaged ({error})", remedy=_REMEDY) from error
+        raise HostError(f"{layout.assets / MANIFEST} is damaged ({error})", remedy=_REMEDY) from error
     for path in (found.kernel, found.initrd):
         if not path.is_file():
             raise HostError(f"{path} is missing", remedy=_REMEDY)
     return found
 
 
+def check_assets(found: Assets) -> None:
+    """Blocking, some 20 ms. Raises `HostError` where a file is not what was written."""
+    for path in (found.kernel, found.initrd):
+        try:
+            whole = path.name.endswith(f"-{_digest(path.read_bytes())}")
+        except OSError as error:
+            raise HostError(f"{path}: {error.strerror}", remedy=_REMEDY) from error
+        if not whole:
+            raise HostError(f"{path} is not what setup wrote", remedy=_REMEDY)
+
+
 async def ready_assets(settings: Settings) -> Assets:
-    """`load_assets`, with the RAM disk written anew where the agent has changed since."""
+    """`load_assets`, whole, with the RAM disk written anew where the agent has changed since. Raises `HostError`."""
     found = await asyncio.to_thread(load_assets, settings)
-    if found.agent == _digest(agent_binary().read_bytes()):
-        return found
-    return await make_assets(settings)
+    if found.agent != _digest(agent_binary().read_bytes()):
+        return await make_assets(settings)
+    await asyncio.to_thread(check_assets, found)
+    return found
 
 
 async def make_assets(settings: Settings) -> Assets:
     """Get the kernel (the distribution's package, or what `microvm.kernel` and `microvm.modules` name) and
     write the RAM disk. Repairs what is half; what is there already is kept. Raises `HostError`."""
-    return await asyncio.to_thread(_make, settings)
+    try:
+        return await asyncio.to_thread(_make, settings)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free space there, or set paths.state to a bigger disk" if full else "look at it, and try again"
+        where = error.filename2 or error.filename or Layout.of(settings).assets
+        raise HostError(f"{where}: {error.strerror}", remedy=remedy) from error
 
 
 def _make(settings: Settings) -> Assets:
@@ -78,9 +99,10 @@ def _make(settings: Settings) -> Assets:
         kernel, modules = settings.microvm.kernel, settings.microvm.modules
     else:
         kernel, modules = packaged_kernel(layout.assets / "kernels")
+    content = _read(kernel)
+    _check_modules(kernel, content, modules)
     agent = agent_binary().read_bytes()
     initrd = ram_disk(agent, modules)
-    content = _read(kernel)
     record = Assets(
         kernel=_put(layout.assets / f"kernel-{_digest(content)}", content),
         initrd=_put(layout.assets / f"initrd-{_digest(initrd)}", initrd),
@@ -89,7 +111,7 @@ def _make(settings: Settings) -> Assets:
         digest=_digest(_digest(content).encode() + _digest(initrd).encode()),
     )
     manifest = {**asdict(record), "kernel": str(record.kernel), "initrd": str(record.initrd)}
-    _put(layout.assets / "manifest.json", json.dumps(manifest, indent=2).encode(), again=True)
+    _put(layout.assets / MANIFEST, json.dumps(manifest, indent=2).encode(), again=True)
     for current in (record.kernel, record.initrd):
         _forget_old(current)
     return record
@@ -178,13 +200,24 @@ def _read(path: Path) -> bytes:
     return content
 
 
+def _check_modules(kernel: Path, content: bytes, modules: Path) -> None:
+    """Raises `HostError` where there are none, or those of another kernel."""
+    remedy = "set it to the lib/modules/VERSION of microvm.kernel, or neither of both"
+    if not modules.is_dir():
+        raise HostError(f"microvm.modules {modules} is not a directory", remedy=remedy)
+    at = int.from_bytes(content[_VERSION_AT : _VERSION_AT + 2], "little") + 0x200
+    version = content[at : at + 128].partition(b"\0")[0].partition(b" ")[0].decode(errors="replace")
+    if at > 0x200 and version != modules.name:
+        raise HostError(f"microvm.modules {modules} is not of {kernel}, which is Linux {version}", remedy=remedy)
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _put(path: Path, content: bytes, *, again: bool = False) -> Path:
-    """Write a file whole; one named by its content is not written twice."""
-    if again or not path.is_file() or path.stat().st_size != len(content):
+    """Write a file whole; one named by its content is not written twice, if it is as it was written."""
+    if again or not path.is_file() or path.read_bytes() != content:
         scratch = path.with_name(f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
         try:
             scratch.write_bytes(content)

@@ -18,17 +18,19 @@ from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.disks import Disks
-from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.record import load_halted, load_running
+from sandyard.runtimes.microvm.stall import NOT_ON
 
 if TYPE_CHECKING:
     from sandyard.runtimes.microvm.runtime import MicroVMRuntime
 
 _BOOT_TIMEOUT: dict[Accel, float] = {"kvm": 20.0, "tcg": 180.0}
 _CALL_TIMEOUT: dict[Accel, float] = {"kvm": 30.0, "tcg": 120.0}
+_REJOIN_TIMEOUT: dict[Accel, float] = {"kvm": 10.0, "tcg": 40.0}
 _CONTROL_TIMEOUT = 30.0
 _GREETING = 15.0
 OpenLink = Callable[[], Awaitable[LinkAgent]]
@@ -80,8 +82,7 @@ class BringUp:
             state = await instance.open_control(layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
             instance.paused = state == "paused"
             if not instance.paused and not instance.stall.lasts:  # its agent cannot answer before that is over
-                await self.relink(instance, choice)
-                await instance.agent.freeze(False)  # its server may have ended while it held all still
+                await self._rejoin(instance, choice)
         except BaseException:
             await instance.release()
             raise
@@ -92,6 +93,18 @@ class BringUp:
         """Remove what an earlier server was at when it was killed."""
         self._host.end_tools(spec.sandbox_id)
         Disks(self._host.layout, spec).sweep()
+
+    async def _rejoin(self, instance: MicroVMInstance, choice: Choice) -> None:
+        """Link to one that was up before, and let go on what its server may have held still when it ended. A server
+        that starts does not wait long for guests, of which many may be hostile: it is tried on meanwhile. Raises
+        `CreateFailed`."""
+        try:
+            async with asyncio.timeout(_REJOIN_TIMEOUT[choice.accel]):
+                await self.relink(instance, choice)
+                await instance.wake_up()
+        except TimeoutError:
+            await instance.drop_agent()
+            instance.stall.begin(NOT_ON)
 
     async def relink(self, instance: MicroVMInstance, choice: Choice) -> None:
         """A new link to an agent that was up before. Raises `CreateFailed`."""
@@ -154,10 +167,11 @@ class BringUp:
             said = ""
             with suppress(SandboxError):
                 said = (await instance.console()).strip()[-300:]
-            raise CreateFailed("agent", f"{error.message}; the console: {said or 'nothing'}") from error
+            raise CreateFailed("agent", f"{error.message}; the console: {printable(said) or 'nothing'}") from error
         finally:
             linking.cancel()
             death.cancel()
+            await asyncio.gather(linking, death, return_exceptions=True)
 
 
 async def identify(instance: MicroVMInstance, seed: bytes) -> None:

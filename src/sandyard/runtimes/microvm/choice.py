@@ -6,15 +6,18 @@ import asyncio
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandyard.config import Settings
+from sandyard.config import MicroVMSettings, Settings
 from sandyard.errors import HostError
 from sandyard.runtimes.container.layout import boot_id, read_json, write_json
-from sandyard.runtimes.microvm.assets import Assets
+from sandyard.runtimes.microvm.assets import MANIFEST, Assets
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Accel
+
+KVM = Path("/dev/kvm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,12 @@ def find_engine(settings: Settings) -> Engine:
     path = shutil.which(settings.microvm.qemu)
     if path is None:
         remedy = "run: sandyard setup microvm (or apt-get install qemu-system-x86 qemu-utils)"
+        if settings.microvm.qemu != MicroVMSettings().qemu:
+            remedy = "set microvm.qemu to QEMU's program, or leave it out"
         raise HostError(f"no {settings.microvm.qemu} on this host", remedy=remedy)
     file = _file(path)  # before it is asked: one that comes between is noticed the next time
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    words = said.split("version ", 1)
+    words = said.split("QEMU emulator version ", 1)
     if len(words) != 2:
         raise HostError(f"{path} --version says {said[:80]!r}", remedy="set microvm.qemu to QEMU")
     return Engine(path, words[1].split()[0], file)
@@ -62,11 +67,30 @@ def _file(path: str) -> tuple[int, ...]:
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
+def traces(settings: Settings) -> Sequence[object]:
+    """What is another one when QEMU or what guests boot from was exchanged. A few microseconds."""
+    return [_trace(path) for path in (shutil.which(settings.microvm.qemu), Layout.of(settings).assets / MANIFEST)]
+
+
+def _trace(path: Path | str | None) -> object:
+    if path is None:
+        return None
+    try:
+        found = os.stat(path)
+    except OSError:
+        return path, None
+    return path, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def candidates(settings: Settings) -> list[Accel]:
-    """What is to be tried, in this order."""
-    if settings.microvm.accel != "auto":
-        return [settings.microvm.accel]
-    return ["kvm", "tcg"] if Path("/dev/kvm").exists() else ["tcg"]
+    """What is to be tried, in this order. Raises `HostError` where that cannot be."""
+    wanted = settings.microvm.accel
+    if wanted == "kvm" and not KVM.exists():
+        remedy = "turn on virtualisation and load its module, or set microvm.accel = auto: guests then run in software"
+        raise HostError(f"microvm.accel is kvm, and there is no {KVM} on this host", remedy=remedy)
+    if wanted != "auto":
+        return [wanted]
+    return ["kvm", "tcg"] if KVM.exists() else ["tcg"]
 
 
 def remembered(layout: Layout, engine: Engine, assets: Assets, allowed: list[Accel]) -> tuple[Accel, float] | None:

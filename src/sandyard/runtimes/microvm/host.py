@@ -16,7 +16,7 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.microvm.cgroup import tool_group
-from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
 from sandyard.runtimes.microvm.launch import last_lines
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.record import forget_halted, load_running
@@ -49,7 +49,7 @@ class Host:
 
     def said(self, sandbox_id: str) -> str:
         """What the VMM of a sandbox wrote last."""
-        return last_lines(self.layout.home(sandbox_id) / "vmm.log")
+        return printable(last_lines(self.layout.home(sandbox_id) / "vmm.log"))
 
     def ids(self) -> set[str]:
         """Of everything that is there, whole or not."""

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sandyard.errors import AgentLinkError, DeathReason, SandboxError
+from sandyard.errors import AgentLinkError, DeathReason, GuestError, HostFull, SandboxError, SandyardError
 from sandyard.guest.client import LinkAgent
 from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.qmp import Qmp, QmpError
-from sandyard.runtimes.microvm.stall import STALLED, Stall
+from sandyard.runtimes.microvm.stall import NOT_ON, STALLED, Stall
 
 if TYPE_CHECKING:
     from sandyard.runtimes.microvm.runtime import MicroVMRuntime
 
 STOP_TIMEOUT = 120.0
 """Seconds for what QEMU answers only when all is on the host's disk."""
+_AGAIN = 10.0
+_T = TypeVar("_T")
 _ENDED = ("shutdown", "guest-panicked", "internal-error")
 
 
@@ -32,6 +34,7 @@ class MicroVMInstance(Instance):
         self.spec = spec
         self.pid = pid
         self.paused = False
+        self.frozen = False  # its processes and disk are, or may be, though it is to run
         self.qmp: Qmp | None = None
         self._agent: LinkAgent | None = None
         self._pidfd = pidfd
@@ -63,13 +66,25 @@ class MicroVMInstance(Instance):
     async def open_control(self, path: Path, timeout: float) -> str:
         """Connect to the VMM; its state ("running", "paused", …). Raises `QmpError`."""
         self.qmp = await Qmp.connect(path, timeout, self._on_event)
-        status = await self.control.execute("query-status")
-        state = str(status.get("status")) if isinstance(status, dict) else ""
+        state = await self.status()
         if state in _ENDED:
             self._guest_ended(state)
         if state == STALLED:
             self.stall.begin()
         return state
+
+    async def status(self) -> str:
+        """QEMU's word for what the machine does. Raises `QmpError`."""
+        said = await self.control.execute("query-status")
+        return str(said.get("status")) if isinstance(said, dict) else ""
+
+    async def version(self) -> str:
+        """Of its QEMU. Raises `SandboxError`."""
+        said = await self.control.execute("query-version")
+        try:
+            return ".".join(str(int(said["qemu"][part])) for part in ("major", "minor", "micro"))
+        except (TypeError, LookupError, ValueError) as error:
+            raise QmpError(f"sandbox {self.spec.sandbox_id}: its VMM does not tell its version") from error
 
     async def limit_disk(self, bytes_per_second: int) -> None:
         """How much it may read and write on its disk; 0: without a limit. Raises `QmpError`."""
@@ -88,26 +103,89 @@ class MicroVMInstance(Instance):
 
     async def replace_agent(self, open_link: Callable[[], Awaitable[LinkAgent]]) -> None:
         """Close the old link, then take a new one: a port serves one at a time."""
+        await self.drop_agent()
+        self._agent = await open_link()
+
+    async def drop_agent(self) -> None:
         old, self._agent = self._agent, None
         if old is not None:
             await old.close()
-        self._agent = await open_link()
+
+    async def check_room(self) -> None:
+        """Raises `HostFull` where it stands still for want of room, and `QmpError`."""
+        if self.stall.full.is_set():
+            if await self.status() == STALLED:
+                raise self.stall.error()
+            self.stall.full.clear()
 
     async def stand_still(self) -> None:
         """Processes, disk, link and machine stand still, so that nothing changes its memory. Where that fails,
-        `go_on` is due all the same. Raises `SandboxError`, `GuestError`."""
-        await self.agent.stand_still()
+        `go_on` is due all the same. Raises `SandboxError`, `GuestError`; `HostFull` as soon as there is no room for
+        what it writes first."""
+        await self.check_room()
+        self.frozen = True
+        await self.unless_stalled(self.agent.stand_still())
         await self.control.execute("stop", timeout=STOP_TIMEOUT)
 
     async def go_on(self) -> None:
-        """After `stand_still`, whatever came of it; the link goes on only when the machine does. Raises
-        `SandboxError`, `GuestError`."""
+        """After `stand_still`, whatever came of it; the link goes on only when the machine does. Where that fails it
+        is tried until it does. Raises `SandboxError`, `GuestError`."""
         try:
-            await self.control.execute("cont")
+            try:
+                if not self.stall.full.is_set():  # it goes on by itself when there is room
+                    await self.control.execute("cont")
+            finally:
+                if self._agent is not None:
+                    self._agent.go_on()
+            await self.thaw()
+        except HostFull:
+            return
+        except BaseException:
+            if not self._killed:
+                self.stall.begin(NOT_ON)
+            raise
+
+    async def thaw(self) -> None:
+        """Let its disk and its processes go on. Raises `SandboxError`, `GuestError`."""
+        if self.frozen:
+            await self.unless_stalled(self.agent.freeze(False))
+            self.frozen = False
+
+    async def wake_up(self) -> None:
+        """`thaw` of one that nothing is known of; where it fails it is tried until it does not, or is killed."""
+        self.frozen = True
+        try:
+            await self.thaw()
+        except HostFull:
+            return
+        except (AgentLinkError, GuestError):
+            self.stall.begin(NOT_ON)
+
+    async def stop_again(self) -> None:
+        """After a resume that failed on its way: paused as before, and a next one may do better."""
+        if not self.paused:
+            try:
+                async with asyncio.timeout(_AGAIN):
+                    await self.agent.stand_still()
+            except (SandyardError, TimeoutError):
+                await self.drop_agent()  # what came through its link would change what stands still
+        with suppress(SandboxError):  # of a VMM that is gone its death is told
+            await self.control.execute("stop", timeout=STOP_TIMEOUT)
+        self.paused = True
+
+    async def unless_stalled(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await what its agent is asked to do, but not while it stands still for want of room. Raises `HostFull`, and
+        what `work` raises."""
+        task, full = asyncio.ensure_future(work), asyncio.ensure_future(self.stall.full.wait())
+        try:
+            await asyncio.wait((task, full), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self.stall.error()
         finally:
-            if self._agent is not None:
-                self._agent.go_on()
-        await self.agent.freeze(False)
+            task.cancel()
+            full.cancel()
+            await asyncio.gather(task, full, return_exceptions=True)
+        return task.result()
 
     async def wait_dead(self) -> Death:
         return await asyncio.shield(self._death)
@@ -118,7 +196,7 @@ class MicroVMInstance(Instance):
         if self.paused:
             taken = await asyncio.to_thread(Disks(self._host.layout, self.spec).used_bytes)
             return Usage(host.memory, host.cache, host.cpu_seconds, taken, 0, 0)
-        use = await self.agent.use()
+        use = await self.unless_stalled(self.agent.use())
         return Usage(use.memory, use.cache, host.cpu_seconds, use.disk, use.pids, use.oom_kills)
 
     async def pause(self) -> None:
@@ -159,6 +237,8 @@ class MicroVMInstance(Instance):
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
         if name in ("SHUTDOWN", "GUEST_PANICKED"):
             self._guest_ended(str(data.get("reason", name.lower())))
+        if name == "RESUME":
+            self.stall.full.clear()
         if name == "BLOCK_IO_ERROR" and data.get("action") == "stop":
             self.stall.begin()
 
@@ -199,10 +279,17 @@ class MicroVMInstance(Instance):
             self._pidfd = -1
 
 
+def printable(text: str) -> str:
+    """What a guest may have written, for a log or a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def _death_of(how: str, console: str) -> Death:
-    lines = [line.strip() for line in console.splitlines() if line.strip()]
+    lines = [printable(line.strip()) for line in console.splitlines() if line.strip()]
     panic = next((line for line in lines if "Kernel panic" in line), None)
     if panic is not None:
         reason = DeathReason.OOM if "Out of memory" in panic or "out of memory" in panic else DeathReason.CRASHED
         return Death(reason, panic[-300:])
-    return Death(DeathReason.CRASHED, f"the guest ended: {how}" + (f" ({lines[-1][-200:]})" if lines else ""))
+    return Death(
+        DeathReason.CRASHED, f"the guest ended: {printable(how)}" + (f" ({lines[-1][-200:]})" if lines else "")
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from dataclasses import dataclass
@@ -97,4 +98,7 @@ class Layout:
             for path in (self.homes, self.assets, self.images, self.disks, self.memories, self.keeps, self.bases):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise HostError(f"paths: {error}", remedy="run as root or set paths.run and paths.state") from error
+            remedy = "run as root or set paths.run and paths.state"
+            if error.errno == errno.ENOSPC:
+                remedy = "free space there, or set paths.run and paths.state to a bigger disk"
+            raise HostError(f"directory {error.filename}: {error.strerror}", remedy=remedy) from error

@@ -10,20 +10,21 @@ from dataclasses import replace
 
 from sandyard.errors import HostError, SandboxError
 from sandyard.runtimes.finishing import finish
-from sandyard.runtimes.microvm.assets import ready_assets
+from sandyard.runtimes.microvm.assets import Assets, load_assets, ready_assets
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice, candidates, find_engine, remember, remembered
 from sandyard.runtimes.microvm.host import Host
 
 
-async def choose(host: Host, bring_up: BringUp) -> Choice:
-    """What works, as it was found out since the host booted, or now. Raises `HostError`."""
+async def choose(host: Host, bring_up: BringUp, before: Choice | None) -> Choice:
+    """What works, as it was found out since the host booted, or now. `before`: what this process chose when QEMU or
+    its assets were others. Raises `HostError`."""
     if os.geteuid() != 0:
         raise HostError("the microVM runtime needs root", remedy="run as root (sudo sandyard …)")
     host.layout.prepare()
     await asyncio.to_thread(host.cgroups.prepare)
     engine = await asyncio.to_thread(find_engine, host.settings)
-    assets = await ready_assets(host.settings)
+    assets = await (ready_assets(host.settings) if before is None else asyncio.to_thread(_assets, host, before))
     allowed = candidates(host.settings)
     known = await asyncio.to_thread(remembered, host.layout, engine, assets, allowed)
     if known is not None:
@@ -37,8 +38,17 @@ async def choose(host: Host, bring_up: BringUp) -> Choice:
             continue
         await remember(host.layout, choice)
         return choice
-    remedy = "look at microvm.kernel" if "tcg" in allowed else "set microvm.accel = auto: guests then run in software"
+    remedy = "set microvm.accel = auto: guests then run in software"
+    if "tcg" in allowed:
+        custom = host.settings.microvm.kernel is not None
+        remedy = "look at microvm.kernel and microvm.modules" if custom else "run: sandyard setup microvm"
     raise HostError(f"no guest boots ({'; '.join(failures)})", remedy=remedy)
+
+
+def _assets(host: Host, before: Choice) -> Assets:
+    """What a server that runs is to use from now on: an agent of another version it may not understand."""
+    found = load_assets(host.settings)
+    return found if found.agent == before.assets.agent or not before.assets.initrd.is_file() else before.assets
 
 
 async def _boots(host: Host, bring_up: BringUp, choice: Choice) -> Choice:

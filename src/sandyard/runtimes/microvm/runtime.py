@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 from sandyard.config import Settings
 from sandyard.errors import CreateFailed, HostError, SandboxError, SandyardError
@@ -15,17 +14,21 @@ from sandyard.runtimes.base import Capabilities, HostMemory, Instance, Probe, Ru
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp, identify
-from sandyard.runtimes.microvm.choice import Choice, replaced
+from sandyard.runtimes.microvm.choice import Choice, traces
 from sandyard.runtimes.microvm.host import ID, Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
+from sandyard.runtimes.microvm.memory.holding import held_bytes
 from sandyard.runtimes.microvm.memory.keeping import Keeping
 from sandyard.runtimes.microvm.probing import choose
 from sandyard.runtimes.microvm.record import forget_halted, load_halted, save_halted
 from sandyard.runtimes.microvm.stall import STALLED
 from sandyard.runtimes.microvm.starting import split_layers
+from sandyard.runtimes.microvm.turns import Turns
 
+_SLOW = 3.0  # seconds of a start on bare hardware
+_CLOSE_PATIENCE = 45.0  # seconds; whoever stops a server kills it some time
 _PACE: dict[Accel, float] = {"kvm": 1.0, "tcg": 15.0}
 
 
@@ -53,41 +56,46 @@ class MicroVMRuntime(Runtime):
         self._keeping = Keeping(self.host, self._bring_up)
         self._suspending = self._keeping.suspending
         self._slots = asyncio.Semaphore(self.starts_at_once)
-        self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns = Turns()
         self._ready = asyncio.Lock()
         self._choice: Choice | None = None
-        self._outdated = False
+        self._traces: Sequence[object] = ()
 
     def host_memory(self) -> HostMemory:
         return HostMemory(*self.host.cgroups.taken())
 
     async def probe(self) -> Probe:
         try:
-            choice = await self.choose()
+            return self._told(await self.choose())
         except SandyardError as error:
             return Probe(False, error.message, error.remedy)
+
+    async def check(self) -> str:
+        found = self._told(await self.choose())
+        return f"{found.detail} ({found.remedy})" if found.remedy else found.detail
+
+    def _told(self, choice: Choice) -> Probe:
         engine = f"QEMU {choice.engine.version}, kernel {choice.assets.version}"
         detail = f"accelerator {choice.accel}, {engine}, an empty guest boots in {choice.boot_seconds:.1f} s"
-        slow = "KVM does not boot a guest on this host: guests run in software" if choice.accel == "tcg" else None
-        return Probe(True, detail, slow)
+        if choice.accel == "kvm":
+            return Probe(True, detail)
+        wanted = self.host.settings.microvm.accel == "tcg"
+        why = "microvm.accel is tcg" if wanted else "KVM does not boot a guest on this host"
+        return Probe(True, detail, f"{why}: guests run in software")
 
     async def choose(self) -> Choice:
-        """The accelerator, chosen once by booting a guest with it. Raises `HostError`."""
-        return self._choice or await self._choose_anew()
-
-    async def _choose_anew(self) -> Choice:
-        """`choose` for what is to start a VMM: once more where QEMU was replaced since. Raises `HostError`."""
+        """The accelerator, chosen by booting a guest with it, and what is on this host to start guests with: looked
+        at again where that was exchanged. Raises `HostError`."""
         async with self._ready:
-            found, settings = self._choice, self.host.settings
-            if found is None or self._outdated or await asyncio.to_thread(replaced, found.engine, settings):
-                found = self._choice = await choose(self.host, self._bring_up)
-                self.pace = _PACE[found.accel]
-                self._outdated = False
-            return found
+            now = traces(self.host.settings)
+            if self._choice is None or now != self._traces:
+                self._choice = await choose(self.host, self._bring_up, self._choice)
+                self._traces, self.pace = now, _PACE[self._choice.accel]
+            return self._choice
 
     def outdate(self) -> None:
         """A VMM turned out to be another QEMU than the one chosen, whatever the program's file looks like."""
-        self._outdated = True
+        self._traces = ()
 
     async def create(self, spec: SandboxSpec) -> Instance:
         sandbox_id = spec.sandbox_id
@@ -95,7 +103,7 @@ class MicroVMRuntime(Runtime):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slots, self._lock(sandbox_id):
+        async with self._slot(), self._turns.of(sandbox_id):
             if await ended(self.host.known, sandbox_id):
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
@@ -108,10 +116,10 @@ class MicroVMRuntime(Runtime):
         return await asyncio.to_thread(lambda: sorted(self.host.ids()))
 
     async def adopt(self, sandbox_id: str) -> Instance | None:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             known = self.host.instances.get(sandbox_id)
             try:
-                choice = await self.choose()
+                choice = await self._known()
                 if known is None:
                     return await self._bring_up.find(choice, sandbox_id)
                 if not known.paused and not known.stall.lasts:
@@ -122,7 +130,7 @@ class MicroVMRuntime(Runtime):
 
     async def pause(self, instance: MicroVMInstance) -> None:
         """`Instance.pause`: with its disk held still and whole, so that it can be committed as it stands."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
             if instance.paused:
                 return
             try:
@@ -135,44 +143,54 @@ class MicroVMRuntime(Runtime):
 
     async def resume(self, instance: MicroVMInstance) -> None:
         """`Instance.resume`, with the clock set to the host's."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
             if not instance.paused:
                 return
-            await instance.control.execute("cont")
-            instance.paused = False
-            if instance.linked:
-                instance.agent.go_on()
-            else:
-                await self._bring_up.relink(instance, await self.choose())
-            await identify(instance, b"")
-            await instance.agent.freeze(False)
+            try:
+                await self._resume(instance)
+            except BaseException:
+                await finish(instance.stop_again())
+                raise
+
+    async def _resume(self, instance: MicroVMInstance) -> None:
+        await instance.control.execute("cont")
+        instance.paused = False
+        if instance.linked:
+            instance.agent.go_on()
+        else:
+            await instance.unless_stalled(self._bring_up.relink(instance, await self._known()))
+        await instance.unless_stalled(identify(instance, b""))
+        instance.frozen = True  # also where an earlier server froze it
+        await instance.thaw()
 
     async def try_again(self, instance: MicroVMInstance) -> bool:
-        """Of a guest that the host's full disk stopped: let it try again to write; whether it stood still. Raises
+        """Of a guest that is to run: let it go on where it stands still, and all in it; whether it stood still. Raises
         `SandboxError`, `GuestError`."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
             if instance.paused:
                 return False
-            status = await instance.control.execute("query-status")
-            if status.get("status") == STALLED:
+            if await instance.status() in (STALLED, "paused"):
                 await instance.control.execute("cont")
                 return True
+            instance.stall.full.clear()
             if not instance.linked or instance.agent.closed:
-                await self._bring_up.relink(instance, await self.choose())
-                await instance.agent.freeze(False)
+                await self._bring_up.relink(instance, await self._known())
+                instance.frozen = True  # its link may have broken in the middle of that
+            await instance.thaw()
             return False
 
     async def commit(
         self, instance: MicroVMInstance, target: Path, *, durable: bool, parent: Path | None, memory: bool
     ) -> int:
         """`Instance.commit`."""
-        async with self._lock(instance.spec.sandbox_id):
+        async with self._turns.of(instance.spec.sandbox_id):
+            await instance.check_room()
             if memory:
                 return await self._keeping.commit(instance, target, durable=durable)
             return await commits.commit(self.host, instance, target, durable=durable)
 
     async def halt(self, sandbox_id: str) -> None:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             if load_halted(self.host.layout.disk(sandbox_id)) is not None:
                 await finish(self._halt(None, sandbox_id))
                 return
@@ -183,7 +201,8 @@ class MicroVMRuntime(Runtime):
             if instance is None:
                 raise SandboxError(f"sandbox {sandbox_id} cannot be halted: it does not live")
             if not instance.paused:
-                await instance.agent.freeze(True)
+                await instance.check_room()
+                await instance.unless_stalled(instance.agent.freeze(True))
             await finish(self._halt(instance.spec, sandbox_id))
 
     async def _halt(self, spec: SandboxSpec | None, sandbox_id: str) -> None:
@@ -205,7 +224,7 @@ class MicroVMRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slots, self._lock(sandbox_id):
+        async with self._slot(), self._turns.of(sandbox_id):
             own = self.host.layout.disk(sandbox_id)
             if load_halted(own) is None:
                 raise CreateFailed("disk", f"sandbox {sandbox_id} is not halted")
@@ -219,7 +238,7 @@ class MicroVMRuntime(Runtime):
                 raise
 
     async def suspend(self, sandbox_id: str) -> None:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             if self._suspending.get(sandbox_id) is not None:
                 await finish(self.host.end(sandbox_id))
                 return
@@ -233,13 +252,13 @@ class MicroVMRuntime(Runtime):
 
     async def wake(self, spec: SandboxSpec) -> Instance:
         choice = await self._chosen()
-        async with self._slots, self._lock(spec.sandbox_id):
+        async with self._slot(), self._turns.of(spec.sandbox_id):
             return await self._suspending.wake(choice, spec)
 
     async def commit_halted(
         self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
     ) -> int:
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             record = self._suspending.get(sandbox_id)
             if memory:
                 if record is None:
@@ -252,24 +271,43 @@ class MicroVMRuntime(Runtime):
                 raise SandboxError(f"sandbox {sandbox_id} is not halted")
             return await commits.commit_halted(self.host, spec, target)
 
+    def held_bytes(self, layers: Collection[Path], others: Collection[Path]) -> int:
+        return held_bytes(self.host.layout, layers, others)
+
     async def destroy(self, sandbox_id: str) -> None:
         if not ID.fullmatch(sandbox_id):
             return  # nothing of ours has such a name
         instance = self.host.instances.get(sandbox_id)
         if instance is not None:
             instance.kill()  # whoever has the lock may wait for a guest that does not answer
-        async with self._lock(sandbox_id):
+        async with self._turns.of(sandbox_id):
             await finish(self._keeping.remove(sandbox_id))
 
     async def close(self) -> None:
+        """What is under way is brought to its end or undone; the guests go on."""
+        await self._turns.end(_CLOSE_PATIENCE)
         await self._keeping.close()
         await self.host.close()
 
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """A place among the starts that make progress at a time. One that takes long waits for its guest, which may be
+        hostile and keep silent, and gives its place to others meanwhile."""
+        await self._slots.acquire()
+        with ExitStack() as place:
+            place.callback(self._slots.release)
+            timer = asyncio.get_running_loop().call_later(_SLOW * self.pace, place.close)
+            try:
+                yield
+            finally:
+                timer.cancel()
+
+    async def _known(self) -> Choice:
+        """For a guest that is there: it runs on whatever becomes of QEMU and its assets on the disk."""
+        return self._choice or await self.choose()
+
     async def _chosen(self) -> Choice:
         try:
-            return await self._choose_anew()
+            return await self.choose()
         except HostError as error:
             raise CreateFailed("host", error.message, remedy=error.remedy) from error
-
-    def _lock(self, sandbox_id: str) -> asyncio.Lock:
-        return self._busy.setdefault(sandbox_id, asyncio.Lock())

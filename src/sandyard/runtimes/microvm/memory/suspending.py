@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
-from sandyard.errors import CreateFailed, GuestError, SandboxError
+from sandyard.errors import CreateFailed, GuestError, HostFull, SandboxError, SandyardError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.durable import sync
@@ -28,6 +31,8 @@ from sandyard.runtimes.microvm.starting import CONF
 
 log = structlog.get_logger("sandyard.microvm")
 
+_NO_ROOM = 16 << 20
+
 
 class Suspending:
     """Of `host`. Whoever calls holds the sandbox's lock."""
@@ -40,15 +45,34 @@ class Suspending:
     async def suspend(self, instance: MicroVMInstance) -> None:
         """`Runtime.suspend` of one that runs, or stands still."""
         spec, layout = instance.spec, self._host.layout
-        name = await ended(suspended.next_image, layout, spec.sandbox_id)
-        await shortening.settle(self._host, instance, call_off=True)
-        record = Suspended(spec, name, await ended(Disks(layout, spec).top))
-        await finish(self._suspend(instance, record))
-        await finish(self._host.end(spec.sandbox_id))
-        await self._compactor.leave(layout.memory(spec.sandbox_id))
-        await ended(suspended.tidy, layout, record)
+        try:
+            name = await ended(suspended.next_image, layout, spec.sandbox_id)
+            await self._compactor.leave(layout.memory(spec.sandbox_id))
+            await shortening.settle(self._host, instance, call_off=True)
+            record = Suspended(spec, name, await ended(Disks(layout, spec).top))
+            await finish(self._end(instance, record))
+        except (SandboxError, OSError) as error:
+            raise await ended(self._why, spec.sandbox_id, error) from error
         self._compactor.soon(layout.memory(spec.sandbox_id) / name)
         await finish(self._shorten(record))
+
+    def _why(self, sandbox_id: str, error: SandboxError | OSError) -> SandboxError:
+        """QEMU says it in words only if a device state does not find room."""
+        if isinstance(error, HostFull):
+            return error
+        room = shutil.disk_usage(self._host.layout.assets).free
+        if room < _NO_ROOM or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+            return HostFull(
+                f"sandbox {sandbox_id} could not be suspended, {room >> 20} MiB are free on the host's disk: {error}",
+                remedy="free space below paths.state and try again: it runs on",
+            )
+        return error if isinstance(error, SandboxError) else SandboxError(f"sandbox {sandbox_id}: {error}")
+
+    async def _end(self, instance: MicroVMInstance, record: Suspended) -> None:
+        """Once it is suspended nothing of its VMM stays, whoever calls that off."""
+        await self._suspend(instance, record)
+        await self._host.end(record.spec.sandbox_id)
+        await ended(suspended.tidy, self._host.layout, record)
 
     async def _suspend(self, instance: MicroVMInstance, record: Suspended) -> None:
         layout, ran = self._host.layout, not instance.paused
@@ -63,13 +87,12 @@ class Suspending:
             await ended(lambda: image.save(name, manifest, durable=True))
             await ended(self._restorer.trust, name, manifest)
             await ended(suspended.save, layout, record)
-        except BaseException as error:
+        except BaseException:
             await ended(suspended.forget, layout, record.spec.sandbox_id)  # it may be there, and not on the disk
             await ended(image.remove, name)
             if ran:
-                await instance.go_on()
-            if isinstance(error, OSError):
-                raise SandboxError(f"sandbox {record.spec.sandbox_id} could not be suspended: {error}") from error
+                with suppress(SandyardError):  # it is tried until it does; what came first says more
+                    await instance.go_on()
             raise
 
     async def _shorten(self, record: Suspended) -> None:
@@ -94,11 +117,12 @@ class Suspending:
         await self._compactor.leave(name.parent)
         manifest = await self._restorer.fitting(choice, spec, name)
         await finish(self._host.end(sandbox_id))  # of a start that failed, or of a suspend that was not finished
-        await ended(suspended.tidy, layout, record)
         try:
+            await ended(suspended.tidy, layout, record)
             await ended(self._new_image, record)
             instance = await self._restorer.start(choice, spec, name, manifest)
-            await instance.agent.freeze(False)
+            instance.frozen = True
+            await instance.thaw()
             await ended(suspended.forget, layout, sandbox_id)
             await self._settle(sandbox_id)
             await shortening.begin(self._host, instance)
@@ -106,7 +130,8 @@ class Suspending:
             return instance
         except (SandboxError, GuestError, OSError) as error:
             await finish(self._host.end(sandbox_id))
-            await ended(suspended.tidy, layout, record)
+            with suppress(OSError):  # the next one begins with it
+                await ended(suspended.tidy, layout, record)
             if isinstance(error, CreateFailed):
                 raise
             raise CreateFailed("restore", str(error)) from error
