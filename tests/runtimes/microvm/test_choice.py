@@ -11,23 +11,18 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from sandyard.config import PathSettings, Settings
 from sandyard.errors import CreateFailed, HostError
 from sandyard.guest import agent_binary
-from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime, assets, choice, probing
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice, find_engine, remember
 from sandyard.runtimes.microvm.host import Host
-from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.layout import Layout
-from sandyard.runtimes.microvm.memory.fitting import load_fit, save_fit
 from sandyard.runtimes.microvm.memory.image import Fit
 from sandyard.server.build import application
 from tests.yard import node_home
@@ -130,24 +125,6 @@ async def test_an_agent_of_another_version_is_for_the_next_server(node: Node, ru
     await runtime.choose()
     node.set_up("6.12", agent="another")
     assert (await runtime.choose()).assets.version == "6.1"
-
-
-async def test_qemu_that_is_exchanged_while_it_starts_is_recorded_as_it_is(node: Node, runtime: MicroVMRuntime) -> None:
-    chosen = await runtime.choose()
-    home = runtime.host.layout.home("one")
-    home.mkdir(parents=True)
-    save_fit(home, FIT)
-    spec = SandboxSpec("one", Rootfs([]))
-
-    async def version() -> str:
-        return "7.2.2"
-
-    instance = cast(MicroVMInstance, SimpleNamespace(spec=spec, version=version))
-    await runtime._settle(chosen, instance)
-    assert load_fit(home).engine == "7.2.1"
-    node.says("7.2.2")
-    await runtime._settle(chosen, instance)
-    assert load_fit(home).engine == "7.2.2"
 
 
 async def test_a_server_says_what_its_guests_run_with(node: Node) -> None:

@@ -12,7 +12,7 @@ from sandyard.errors import CreateFailed, HostError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime, qmp
-from sandyard.runtimes.microvm.choice import find_engine, replaced
+from sandyard.runtimes.microvm.choice import find_engine, traces
 from sandyard.runtimes.microvm.machine import Machine
 from sandyard.runtimes.microvm.memory import image
 
@@ -58,14 +58,14 @@ def test_a_program_that_was_replaced_is_noticed(program: Program) -> None:
     with pytest.raises(HostError, match="qemu on this host"):
         find_engine(settings)
     program.says("7.2.22")
-    engine = find_engine(settings)
-    assert engine.version == "7.2.22"
-    assert not replaced(engine, settings)
+    assert find_engine(settings).version == "7.2.22"
+    before = traces(settings)
+    assert traces(settings) == before
     program.says("10.0.13")
-    assert replaced(engine, settings)
+    assert traces(settings) != before
     assert find_engine(settings).version == "10.0.13"
     program.path.unlink()
-    assert replaced(engine, settings)
+    assert traces(settings) != before
 
 
 @pytest.mark.root

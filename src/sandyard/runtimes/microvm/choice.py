@@ -22,11 +22,10 @@ KVM = Path("/dev/kvm")
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """QEMU as it is on this host. `file`: what tells the program from one that replaced it."""
+    """QEMU as it is on this host."""
 
     path: str
     version: str
-    file: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +44,11 @@ def find_engine(settings: Settings) -> Engine:
         if settings.microvm.qemu != MicroVMSettings().qemu:
             remedy = "set microvm.qemu to QEMU's program, or leave it out"
         raise HostError(f"no {settings.microvm.qemu} on this host", remedy=remedy)
-    file = _file(path)  # before it is asked: one that comes between is noticed the next time
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     words = said.split("QEMU emulator version ", 1)
     if len(words) != 2:
         raise HostError(f"{path} --version says {said[:80]!r}", remedy="set microvm.qemu to QEMU")
-    return Engine(path, words[1].split()[0], file)
-
-
-def replaced(engine: Engine, settings: Settings) -> bool:
-    """Whether the program is another one by now: a distribution's upgrade does not wait for servers to end. What runs
-    of the old one goes on."""
-    return shutil.which(settings.microvm.qemu) != engine.path or _file(engine.path) != engine.file
-
-
-def _file(path: str) -> tuple[int, ...]:
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return ()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return Engine(path, words[1].split()[0])
 
 
 def traces(settings: Settings) -> Sequence[object]:

@@ -78,14 +78,6 @@ class MicroVMInstance(Instance):
         said = await self.control.execute("query-status")
         return str(said.get("status")) if isinstance(said, dict) else ""
 
-    async def version(self) -> str:
-        """Of its QEMU. Raises `SandboxError`."""
-        said = await self.control.execute("query-version")
-        try:
-            return ".".join(str(int(said["qemu"][part])) for part in ("major", "minor", "micro"))
-        except (TypeError, LookupError, ValueError) as error:
-            raise QmpError(f"sandbox {self.spec.sandbox_id}: its VMM does not tell its version") from error
-
     async def limit_disk(self, bytes_per_second: int) -> None:
         """How much it may read and write on its disk; 0: without a limit. Raises `QmpError`."""
         kinds = ("bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr")
