@@ -452,3 +452,14 @@ async def test_memory_stays_on_its_node(open_node: OpenNode, blobs: MemoryBlobs)
         with pytest.raises(Unsupported, match="has memory, which stays on its node"):
             remote_of(node).push_soon(made)
         assert await remote_of(node).list("t") == []
+
+
+async def test_a_disk_of_many_files_stays_on_its_node(open_node: OpenNode, blobs: MemoryBlobs) -> None:
+    """A microVM that was started with the files of a snapshot with memory stands on images that lie beside a layer."""
+    async with open_node("a", blobs) as node:
+        made = await node.copying.snapshot(await start(node))
+        layer = made.build.rootfs.layers[0]
+        layer.with_name(f"{layer.name}.disk0").touch()
+        with pytest.raises(Unsupported, match=f"stands on {layer.name}, the disk of a snapshot with memory"):
+            await remote_of(node).push(made)
+        assert await remote_of(node).list("t") == []

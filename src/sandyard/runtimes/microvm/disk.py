@@ -20,6 +20,7 @@ BLANK = "blank.img"
 _JOURNAL_MB = 8
 _TIMEOUT = 600.0
 _CHUNK = 64 << 10  # a cluster
+DIGEST = 32  # characters of one
 
 
 def blank(store: Path, size_mb: int) -> Path:
@@ -120,7 +121,7 @@ def digest(path: Path) -> str:
 
 
 def _state() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
+    return hashlib.blake2b(digest_size=DIGEST // 2)
 
 
 def _chunks(descriptor: int, size: int) -> Iterator[tuple[int, bytes]]:

@@ -8,12 +8,14 @@ above that. Files in `kept` may have more names: as parts of snapshots, and in o
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.base import SandboxSpec
@@ -34,22 +36,38 @@ LEFT = "layer-"  # begins the name of what a tool writes in `own`
 _IMAGE = re.compile(r"disk([0-9]{1,9})\.qcow2")
 _DIGEST = ".digest"
 _SLACK = 64 << 20
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _of_the_host(work: Callable[Concatenate[Disks, _P], _T]) -> Callable[Concatenate[Disks, _P], _T]:
+    @functools.wraps(work)
+    def named(self: Disks, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return work(self, *args, **kwargs)
+        except OSError as error:
+            raise SandboxError(f"disk of sandbox {self.sandbox_id}: {error}") from error
+
+    return named
 
 
 class Disks:
-    """Of the sandbox of `spec`. All is blocking, and raises `SandboxError`, or `OSError` of the host."""
+    """Of the sandbox of `spec`. All is blocking. Raises `SandboxError`, also for what a VMM made of its directory."""
 
     def __init__(self, layout: Layout, spec: SandboxSpec) -> None:
         self.own = layout.disk(spec.sandbox_id)
         self.kept = layout.kept(spec.sandbox_id)
+        self.sandbox_id = spec.sandbox_id
         self._layout = layout
         self._spec = spec
 
+    @_of_the_host
     def prepare(self) -> None:
         """Make the directory. Its VMM must be able to walk to what is in it."""
         self.kept.mkdir(exist_ok=True)
         self.kept.chmod(0o755)
 
+    @_of_the_host
     def top(self) -> int:
         """The number of the uppermost image; -1 where there is none."""
         return max([*_numbers(self.kept), *_numbers(self.own)], default=-1)
@@ -57,6 +75,7 @@ class Disks:
     def depth(self) -> int:
         return len([path for path in self.chain() if path.name != BLANK])
 
+    @_of_the_host
     def chain(self, number: int | None = None) -> Sequence[Path]:
         """The files of image `number`, else of the uppermost one, the lowest first: that is blank where the first
         image does not stand for itself."""
@@ -84,6 +103,7 @@ class Disks:
         """Whether its VMM may write to the uppermost image."""
         return self.top() in _numbers(self.own) and self.top() not in _numbers(self.kept)
 
+    @_of_the_host
     def add(self) -> Path:
         """A new image above all others, to be written to."""
         number = self.top() + 1
@@ -91,6 +111,7 @@ class Disks:
         size = header_of(self._path(number - 1)).size if number else self._blank().stat().st_size
         return disk.above(self.own, below, kind, size, number)
 
+    @_of_the_host
     def keep(self, number: int, *, ended: bool, durable: bool = False) -> None:
         """Bring what its VMM wrote, up to image `number`, to where nothing can write to it. `ended`: there is no VMM.
         What it costs is what was written since the last time."""
@@ -110,6 +131,7 @@ class Disks:
         if durable:
             sync(self.kept)
 
+    @_of_the_host
     def give(self, files: Sequence[Path], digests: Sequence[str], *, blank: bool) -> None:
         """Be a disk of these files, as `chain` has them, with these digests; the first is a `blank` one."""
         self.prepare()
@@ -118,15 +140,19 @@ class Disks:
             os.link(path, self.kept / name)
             _write(self.kept / f"{name}{_DIGEST}", digest)
 
+    @_of_the_host
     def digest(self, path: Path) -> str:
         """Of a file of `chain` in `kept`, which is read only if that is not known."""
         record = path.with_name(f"{path.name}{_DIGEST}")
         with suppress(FileNotFoundError):
-            return record.read_text()
+            known = record.read_text()
+            if len(known) == disk.DIGEST:  # else the host broke down before it was there
+                return known
         digest = disk.digest(path)
         _write(record, digest)
         return digest
 
+    @_of_the_host
     def prune(self, *, ended: bool) -> None:
         """Remove what nothing needs: images below one that stands for itself, and, where its VMM has `ended`, those
         of which `kept` has a copy."""
@@ -140,21 +166,25 @@ class Disks:
         if chain[0].name != BLANK:
             (self.kept / BLANK).unlink(missing_ok=True)
 
+    @_of_the_host
     def drop_above(self, number: int) -> None:
         """Remove the images above: of a start that failed."""
         for home in (self.own, self.kept):
             self._remove(home, lambda each: each > number)
 
+    @_of_the_host
     def sweep(self) -> None:
         """Remove what a server left that was killed while it copied, or while a tool wrote."""
         for path in (*self.own.glob(f"{LEFT}*"), *self.kept.glob(".*")):
             path.unlink(missing_ok=True)
 
+    @_of_the_host
     def used_bytes(self) -> int:
         """What it takes on the host's disk, without what others take part in."""
         found = [path.lstat() for home in (self.own, self.kept) for path in _files(home)]
         return sum(stat.st_blocks * 512 for stat in found if stat.st_nlink == 1)
 
+    @_of_the_host
     def sync(self) -> None:
         """Bring all to the host's disk."""
         for home in (self.own, self.kept):
@@ -174,7 +204,7 @@ class Disks:
             path = home / image(number)
             if os.path.lexists(path):
                 return path
-        raise SandboxError(f"sandbox {self._spec.sandbox_id}: image {number} of its disk is not there")
+        raise SandboxError(f"sandbox {self.sandbox_id}: image {number} of its disk is not there")
 
     def _blank(self) -> Path:
         path = self.kept / BLANK

@@ -15,6 +15,7 @@ from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice, traces
+from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import ID, Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
@@ -207,6 +208,7 @@ class MicroVMRuntime(Runtime):
 
     async def _halt(self, spec: SandboxSpec | None, sandbox_id: str) -> None:
         if spec is not None:
+            await asyncio.to_thread(Disks(self.host.layout, spec).sync)  # a fork leaves what it copied unsynced
             await asyncio.to_thread(save_halted, self.host.layout.disk(sandbox_id), spec)
         await self.host.end(sandbox_id)
         await self._suspending.forget(sandbox_id)

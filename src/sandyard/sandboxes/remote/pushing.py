@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from sandyard.errors import SandyardError, Unsupported
+from sandyard.runtimes.microvm.memory.image import is_chain
 from sandyard.sandboxes.copying import Snapshot
 from sandyard.sandboxes.remote.intents import uploading
 from sandyard.sandboxes.remote.known import Known
@@ -115,6 +116,11 @@ def _transfer(snapshot: Snapshot) -> Transfer:
             f"snapshot {snapshot.id} has memory, which stays on its node",
             remedy="pause the sandbox with its files only, and snapshot it then",
         )
+    for layer in snapshot.build.rootfs.layers:
+        if is_chain(layer):
+            raise Unsupported(
+                f"snapshot {snapshot.id} stands on {layer.name}, the disk of a snapshot with memory, which stays here"
+            )
     return Transfer(snapshot.template.tenant or "", snapshot.id, snapshot.build.id, "push")
 
 

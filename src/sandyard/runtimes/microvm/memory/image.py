@@ -158,6 +158,11 @@ def chain_of(layer: Path) -> Sequence[Path]:
     return found
 
 
+def is_chain(layer: Path) -> bool:
+    """Whether its disk is more than the one file."""
+    return any(part(layer, what).exists() for what in ("blank", "disk0"))
+
+
 def is_blank(path: Path, layer: Path) -> bool:
     return path == part(layer, "blank")
 
