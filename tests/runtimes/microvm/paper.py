@@ -70,7 +70,7 @@ class PaperGuest:
     @property
     def instance(self) -> MicroVMInstance:
         fake = SimpleNamespace(
-            spec=SPEC, pid=os.getpid(), paused=True, control=self, agent=self, disk_node=self.disk_node
+            spec=SPEC, pid=os.getpid(), paused=True, control=self, agent=self, disk_node=self.disk_node, thaw=self.thaw
         )
         return cast(MicroVMInstance, fake)
 
@@ -114,8 +114,8 @@ class PaperGuest:
     async def disk_node(self) -> str:
         return "disk"
 
-    async def freeze(self, frozen: bool) -> None:
-        assert not frozen
+    async def thaw(self) -> None:
+        """It never stood still."""
 
 
 def paper_guest(host: Host, monkeypatch: pytest.MonkeyPatch, seed: int = 1) -> PaperGuest:
