@@ -21,6 +21,7 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
+from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import load_halted, load_running
 
 if TYPE_CHECKING:
@@ -99,11 +100,15 @@ class BringUp:
             raise CreateFailed("vmm", f"it is gone: {self._host.said(spec.sandbox_id)}") from error
         return MicroVMInstance(spec, pid, pidfd, self._runtime)
 
-    async def control(self, instance: MicroVMInstance) -> None:
-        """Connect to a VMM that was started, and limit what it does to the host's disk. Raises `CreateFailed`."""
+    async def control(self, instance: MicroVMInstance, qmp: Qmp | None = None) -> None:
+        """Connect to a VMM that was started, if not by `qmp` already, and limit what it does to the host's disk. Raises
+        `CreateFailed`."""
         sandbox_id, rate = instance.spec.sandbox_id, self._host.settings.microvm.disk_mb_s << 20
         try:
-            await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+            if qmp is None:
+                await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+            else:
+                instance.take_control(qmp)
             if rate:
                 await instance.limit_disk(rate)
         except SandboxError as error:

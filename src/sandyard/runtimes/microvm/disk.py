@@ -7,9 +7,12 @@ import os
 import re
 import secrets
 import stat
+import struct
 import subprocess
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.durable import sync
@@ -19,6 +22,9 @@ BLANK = "blank.img"
 DEEPEST = 8  # images of one sandbox: then they are made one
 _JOURNAL_MB = 8
 _TIMEOUT = 600.0
+_PAGE, _CLUSTER = 4096, 65536
+# In the header of a qcow2 image: the place of the name of the image below, and the bytes of that name.
+_NAME_PLACE, _NAME_AT, _NAME_SIZE = 8, struct.Struct(">Q"), struct.Struct(">I")
 _IMAGE = re.compile(r"disk[0-9]{1,9}\.qcow2")
 
 
@@ -62,8 +68,9 @@ def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
     owner = home.stat()
     try:
         # Beside the directory, in which a VMM may have put a link of any name.
-        run(["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", kind, str(scratch), str(size)])
-        scratch.chmod(0o600)
+        with open(scratch, "xb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            _write_empty(file, _empty(home.parent, kind, size), backing)
         os.chown(scratch, owner.st_uid, owner.st_gid)
         scratch.replace(path)
     except OSError as error:
@@ -71,6 +78,33 @@ def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
     finally:
         scratch.unlink(missing_ok=True)
     return path
+
+
+@lru_cache(maxsize=32)
+def _empty(store: Path, kind: str, size: int) -> bytes:
+    """An image of `size` bytes with nothing in it, above one of the format `kind`. Raises `SandboxError`."""
+    scratch = store / f".empty-{secrets.token_hex(4)}"
+    try:
+        run(["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", "x", "-F", kind, str(scratch), str(size)])
+        return scratch.read_bytes()
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _write_empty(file: BinaryIO, empty: bytes, backing: str) -> None:
+    """Its header says where the name of the image below is, which nothing follows in its cluster, and how long."""
+    name = backing.encode()
+    (at,) = _NAME_AT.unpack_from(empty, _NAME_PLACE)
+    header = bytearray(empty[:_CLUSTER])
+    _NAME_SIZE.pack_into(header, _NAME_PLACE + _NAME_AT.size, len(name))
+    header[at : at + len(name)] = name
+    file.truncate(len(empty))
+    file.write(header[: at + len(name)])
+    for offset in range(_CLUSTER, len(empty), _PAGE):
+        page = empty[offset : offset + _PAGE]
+        if page.strip(b"\0"):
+            file.seek(offset)
+            file.write(page)
 
 
 def image(number: int) -> str:
@@ -91,6 +125,26 @@ def keep_only(home: Path, number: int) -> None:
     for path in _images(home):
         if path.name != image(number):
             path.unlink()
+
+
+def give(home: Path, uid: int) -> None:
+    """Let the images of a sandbox be the user's `uid`, that its next VMM has; root's, which others share, stay
+    root's. Raises `OSError`."""
+    for path in _images(home):
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # what is looked at is what is given, and no other
+        try:
+            found = os.fstat(descriptor)
+            if stat.S_ISREG(found.st_mode) and found.st_uid not in (0, uid):
+                os.chown(f"/proc/self/fd/{descriptor}", uid, uid)
+        finally:
+            os.close(descriptor)
+
+
+def link(home: Path, target: Path) -> None:
+    """Give the images of a sandbox, which has no VMM, names in the directory `target` too. Raises `OSError`."""
+    for path in (*_images(home), home / BLANK):
+        if stat.S_ISREG(path.lstat().st_mode):  # a VMM may have put anything there
+            os.link(path, target / path.name)
 
 
 def take(scratch: Path, target: Path, durable: bool) -> int:

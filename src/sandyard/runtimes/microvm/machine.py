@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 TAP = "tap0"
 Accel = Literal["kvm", "tcg"]
@@ -36,6 +37,43 @@ class Drive:
     format: Literal["raw", "qcow2"]
     writable: bool = False
 
+    @property
+    def device(self) -> str:
+        """The id of the guest's device, also of one that is `Absent`."""
+        return f"dev-{self.serial}"
+
+    @property
+    def node(self) -> str:
+        return self.serial
+
+    def opened(self) -> Mapping[str, Any]:
+        """As `blockdev-add` takes it."""
+        options = {"read-only": not self.writable, "cache": {"direct": False, "no-flush": False}}
+        if self.writable:
+            options["discard"] = "unmap"
+        file = {"driver": "file", "filename": str(self.path), "node-name": f"file-{self.serial}", **options}
+        zeroes = {"detect-zeroes": "unmap"} if self.writable else {}
+        return {"driver": self.format, "node-name": self.node, "file": file, **options, **zeroes}
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """The place of a disk that its machine is given later: nothing may be read from it until then."""
+
+    serial: str
+    writable: bool = False
+
+    @property
+    def device(self) -> str:
+        return f"dev-{self.serial}"
+
+    @property
+    def node(self) -> str:
+        return f"absent-{self.serial}"
+
+    def opened(self) -> Mapping[str, Any]:
+        return {"driver": "null-co", "node-name": self.node, "read-zeroes": True, "read-only": not self.writable}
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -52,7 +90,7 @@ class Machine:
     vcpus: int
     agent_fd: int
     qmp_fd: int
-    drives: Sequence[Drive] = ()
+    drives: Sequence[Drive | Absent] = ()
     incoming: bool = False
     tap: bool = False
 
@@ -98,13 +136,9 @@ class Machine:
         quick = "tsc=reliable no_timer_check reboot=t" if self.type == "microvm" else ""
         return f"console=ttyS0 quiet panic=-1 rdinit=/sandyard-agent random.trust_cpu=on {quick}".strip()
 
-    def _drive(self, drive: Drive) -> Sequence[str]:
-        access = "read-only=off,discard=unmap,detect-zeroes=unmap" if drive.writable else "read-only=on"
-        cache = "cache.direct=off,cache.no-flush=off"
-        file = f"driver=file,filename={drive.path},node-name=file-{drive.serial},{access.partition(',detect')[0]}"
-        node = f"driver={drive.format},node-name={drive.serial},file=file-{drive.serial},{access},{cache}"
-        device = f"virtio-blk-{self._bus},drive={drive.serial},serial={drive.serial},id=dev-{drive.serial}"
-        return ("-blockdev", f"{file},{cache}", "-blockdev", node, "-device", device)
+    def _drive(self, drive: Drive | Absent) -> Sequence[str]:
+        device = f"virtio-blk-{self._bus},drive={drive.node},serial={drive.serial},id={drive.device}"
+        return ("-blockdev", json.dumps(drive.opened()), "-device", device)
 
     def _network(self) -> Sequence[str]:
         if not self.tap:

@@ -22,6 +22,7 @@ async def choose(host: Host, bring_up: BringUp) -> Choice:
         raise HostError("the microVM runtime needs root", remedy="run as root (sudo sandyard …)")
     host.layout.prepare()
     await asyncio.to_thread(host.cgroups.prepare)
+    await host.spares.sweep()
     engine, assets = find_engine(host.settings), await ready_assets(host.settings)
     allowed = candidates(host.settings)
     known = await asyncio.to_thread(remembered, host.layout, engine, assets, allowed)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,16 @@ class QmpError(SandboxError):
 
 
 class Qmp:
-    """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data."""
+    """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data; it can be
+    replaced."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_event: Event) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: socket.socket, on_event: Event
+    ) -> None:
+        self.on_event = on_event
         self._reader = reader
         self._writer = writer
-        self._on_event = on_event
+        self._socket = own  # another descriptor of the writer's: asyncio sends no descriptors
         self._lock = asyncio.Lock()
         self._id = 0
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
@@ -48,7 +54,8 @@ class Qmp:
         try:
             async with asyncio.timeout(timeout):
                 reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_MAX)
-                client = cls(reader, writer, on_event)
+                own = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+                client = cls(reader, writer, own, on_event)
                 try:
                     if "QMP" not in await client._line():
                         raise QmpError(f"{path}: the greeting is not QEMU's")
@@ -64,9 +71,14 @@ class Qmp:
             raise QmpError(f"no QEMU answers at {path}: {error.strerror}") from error
 
     async def execute(
-        self, command: str, arguments: Mapping[str, Any] | None = None, *, timeout: float = 30.0
+        self,
+        command: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 30.0,
+        descriptors: Sequence[int] = (),
     ) -> Any:  # what a command returns differs from command to command
-        """Run one command and return what it answers. Raises `QmpError`."""
+        """Run one command and return what it answers. QEMU gets duplicates of `descriptors`. Raises `QmpError`."""
         async with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -76,8 +88,7 @@ class Qmp:
             request = {"execute": command, "id": self._id} | ({"arguments": dict(arguments)} if arguments else {})
             try:
                 async with asyncio.timeout(timeout):
-                    self._writer.write(json.dumps(request).encode() + b"\n")
-                    await self._writer.drain()
+                    await self._send(json.dumps(request).encode() + b"\n", descriptors)
                     return await answer
             except TimeoutError as error:
                 raise QmpError(f"QEMU did not answer {command} within {timeout:g} s") from error
@@ -93,9 +104,17 @@ class Qmp:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        self._socket.close()
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()
+
+    async def _send(self, line: bytes, descriptors: Sequence[int]) -> None:
+        if descriptors:  # the one before was answered: nothing waits in the writer, and the socket has room
+            sent = socket.send_fds(self._socket, [line], list(descriptors))
+            line = line[sent:]
+        self._writer.write(line)
+        await self._writer.drain()
 
     async def _line(self) -> dict[str, Any]:
         try:
@@ -119,7 +138,7 @@ class Qmp:
     def _take(self, message: Mapping[str, Any]) -> None:
         if "event" in message:
             data = message.get("data")
-            self._on_event(str(message["event"]), data if isinstance(data, dict) else {})
+            self.on_event(str(message["event"]), data if isinstance(data, dict) else {})
             return
         if self._waiting is None or message.get("id") != self._waiting[0] or self._waiting[1].done():
             return  # of a command that was given up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,16 +12,17 @@ from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.container.cgroups import Cgroups
 from sandyard.runtimes.microvm import conf, disk
-from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups
+from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.images import image_of
+from sandyard.runtimes.microvm.kind import Kind
 from sandyard.runtimes.microvm.launch import OWN, SHARED, VmStart, listen, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
-from sandyard.runtimes.microvm.machine import Drive, Machine
+from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.record import save_below, save_running
 
 LAYER_FILES_MAX = 16
-_CONF = "conf.img"
+CONF = "conf.img"
 
 
 class Starter:
@@ -41,7 +41,6 @@ class Starter:
         directories, files = split_layers(spec.rootfs.layers)
         layout, own, block = self._layout, self._layout.disk(spec.sandbox_id), self._layout.block(spec.sandbox_id)
         base = image_of(directories, layout.images, layout.uid_base)
-        shared = {"base": block, **{f"layer{number}": path for number, path in enumerate(files)}}
         try:
             block.parent.mkdir(mode=0o700, exist_ok=True)
             block.unlink(missing_ok=True)
@@ -50,12 +49,12 @@ class Starter:
             if not used:
                 self.make_own(spec.sandbox_id)
                 disk.first(own, disk.blank(layout.images, spec.resources.disk_mb))
-            self._write(own / _CONF, content)
+            write_conf(own, content)
         except (SandboxError, OSError) as error:
             raise CreateFailed("disk", str(error)) from error
         except ValueError as error:
             raise CreateFailed("spec", str(error)) from error
-        return self._run(choice, spec, _drives(own, files), shared, tap or spec.network is not None)
+        return self._run(self.kind(choice, spec, tap=tap), spec, drives(own, len(files)), self.files(spec))
 
     def start_incoming(
         self, choice: Choice, spec: SandboxSpec, memory: str, blank_conf: int, descriptors: Sequence[int]
@@ -65,18 +64,37 @@ class Starter:
         read at its boot.
 
         Raises `CreateFailed`; what was made until then is left."""
-        _, files = split_layers(spec.rootfs.layers)
-        own, block = self._layout.disk(spec.sandbox_id), self._layout.block(spec.sandbox_id)
-        shared = {"base": block, **{f"layer{number}": path for number, path in enumerate(files)}}
-        self._write(own / _CONF, bytes(blank_conf))
-        return self._run(choice, spec, _drives(own, files), shared, spec.network is not None, memory, descriptors)
+        own, files = self._layout.disk(spec.sandbox_id), self.files(spec)
+        try:
+            write_conf(own, bytes(blank_conf))
+        except OSError as error:
+            raise CreateFailed("disk", str(error)) from error
+        found = drives(own, len(files) - 1)
+        return self._run(self.kind(choice, spec), spec, found, files, memory, descriptors)
 
     def start_probe(self, choice: Choice, sandbox_id: str, layer: Path) -> int:
         """Start a guest that mounts nothing and answers; its pid."""
         self.make_own(sandbox_id)
-        self._write(self._layout.disk(sandbox_id) / _CONF, conf.PROBE)
+        write_conf(self._layout.disk(sandbox_id), conf.PROBE)
         spec = SandboxSpec(sandbox_id, Rootfs([layer]), Resources(memory_mb=64))
-        return self._run(choice, spec, [Drive("conf", OWN / _CONF, "raw")], {}, False)
+        return self._run(self.kind(choice, spec), spec, [Drive("conf", OWN / CONF, "raw")], {})
+
+    def kind(self, choice: Choice, spec: SandboxSpec, *, tap: bool = False) -> Kind:
+        """Of the VMM of such a sandbox. Raises `CreateFailed`."""
+        _, files = split_layers(spec.rootfs.layers)
+        own, cpu = self._settings.microvm, spec.resources.cpu
+        return Kind(choice, self.memory_mb(spec), own.overhead_mb, cpu, tap or spec.network is not None, len(files))
+
+    def files(self, spec: SandboxSpec) -> dict[str, Path]:
+        """What the VMM of a sandbox that is there reads, and others may too. Raises `CreateFailed`."""
+        _, layers = split_layers(spec.rootfs.layers)
+        block = self._layout.block(spec.sandbox_id)
+        return {"base": block, **{f"layer{number}": path for number, path in enumerate(layers)}}
+
+    def gate(self) -> str:
+        """The address of the host's end of a sandbox's interface."""
+        subnet = self._settings.network.subnet
+        return f"{subnet[1]}/{subnet.prefixlen}"
 
     def plan(
         self,
@@ -87,17 +105,20 @@ class Starter:
         *,
         tap: bool = False,
     ) -> VmStart:
-        """What a process of this sandbox on the host is confined to."""
-        sandbox_id, subnet = spec.sandbox_id, self._settings.network.subnet
+        """What a process of this sandbox on the host is confined to, which its images belong to from here on. Raises
+        `OSError`."""
+        sandbox_id = spec.sandbox_id
+        own, uid = self._layout.disk(sandbox_id), self._layout.uid(sandbox_id)
+        disk.give(own, uid)
         return VmStart(
-            own=self._layout.disk(sandbox_id),
-            uid=self._layout.uid(sandbox_id),
+            own=own,
+            uid=uid,
             groups=groups,
             shared=shared,
             log=self._layout.home(sandbox_id) / ("vmm.log" if groups else "tool.log"),
             device=device,
             network=spec.network if groups else None,  # a tool needs none
-            gate=f"{subnet[1]}/{subnet.prefixlen}" if tap else "",
+            gate=self.gate() if tap else "",
         )
 
     def memory_mb(self, spec: SandboxSpec) -> int:
@@ -106,71 +127,53 @@ class Starter:
 
     def make_own(self, sandbox_id: str) -> None:
         """Make the directory of its VMM. Raises `CreateFailed`."""
-        own, uid = self._layout.disk(sandbox_id), self._layout.uid(sandbox_id)
+        own, uid = self._layout.disk(sandbox_id), self._layout.new_uid(sandbox_id)
         try:
             own.mkdir(mode=0o700)
             os.chown(own, uid, uid)
         except OSError as error:
             raise CreateFailed("disk", f"{own}: {error.strerror}") from error
 
-    @staticmethod
-    def _write(path: Path, content: bytes) -> None:
-        path.unlink(missing_ok=True)  # never through a link that its VMM may have put there
-        with open(path, "xb") as file:
-            file.write(content)
-        path.chmod(0o444)
-
     def _run(
         self,
-        choice: Choice,
+        kind: Kind,
         spec: SandboxSpec,
-        drives: Sequence[Drive],
+        disks: Sequence[Drive],
         shared: dict[str, Path],
-        tap: bool,
         memory: str = "",
         incoming: Sequence[int] = (),
     ) -> int:
         sandbox_id, home = spec.sandbox_id, self._layout.home(spec.sandbox_id)
-        memory_mb = self.memory_mb(spec)
-        limit = (memory_mb + self._settings.microvm.overhead_mb) << 20
-        groups = make_groups(self._cgroups, sandbox_id, VmLimits(limit, spec.resources.cpu))
-        shared = {"kernel": choice.assets.kernel, "initrd": choice.assets.initrd, **shared}
-        device = "kvm" if choice.accel == "kvm" else ""
+        groups = make_groups(self._cgroups, sandbox_id, kind.limits)
         with ExitStack() as stack:
             try:
                 home.mkdir(mode=0o700)
                 save_below(home, memory)
                 agent_fd = listen(stack, self._layout.agent_socket(sandbox_id))
                 qmp_fd = listen(stack, self._layout.qmp_socket(sandbox_id))
+                plan = self.plan(spec, groups, {**kind.shared, **shared}, kind.device, tap=kind.tap)
             except OSError as error:
                 raise CreateFailed("sockets", f"{home}: {error}") from error
-            machine = Machine(
-                binary=choice.engine.path,
-                accel=choice.accel,
-                kernel=SHARED / "kernel",
-                initrd=SHARED / "initrd",
-                memory_mb=memory_mb,
-                vcpus=vcpus(spec),
-                agent_fd=agent_fd,
-                qmp_fd=qmp_fd,
-                drives=drives,
-                tap=tap,
-                incoming=bool(incoming),
-            )
-            plan = self.plan(spec, groups, shared, device, tap=tap)
-            pid = start_vmm(plan, machine.command(), (agent_fd, qmp_fd, *incoming))
+            command = kind.machine(disks, agent_fd, qmp_fd, incoming=bool(incoming)).command()
+            pid = start_vmm(plan, command, (agent_fd, qmp_fd, *incoming))
         save_running(home, spec, pid)
         return pid
 
 
-def vcpus(spec: SandboxSpec) -> int:
-    return max(1, math.ceil(spec.resources.cpu))
+def write_conf(own: Path, content: bytes) -> None:
+    """Write the disk with a guest's configuration in its VMM's directory. Raises `OSError`."""
+    path = own / CONF
+    path.unlink(missing_ok=True)  # never through a link that its VMM may have put there
+    with open(path, "xb") as file:
+        file.write(content)
+    path.chmod(0o444)
 
 
-def _drives(own: Path, files: Sequence[Path]) -> list[Drive]:
-    drives = [Drive("conf", OWN / _CONF, "raw"), Drive("base", SHARED / "base", "raw")]
-    drives.append(Drive("disk", OWN / disk.image(disk.top(own)), "qcow2", writable=True))
-    return drives + [Drive(f"layer{number}", SHARED / f"layer{number}", "qcow2") for number in range(len(files))]
+def drives(own: Path, layers: int, shared: Path = SHARED) -> list[Drive]:
+    """The disks of a guest whose VMM has the directory `own`, and what is not its own in `shared`."""
+    found = [Drive("conf", OWN / CONF, "raw"), Drive("base", shared / "base", "raw")]
+    found.append(Drive("disk", OWN / disk.image(disk.top(own)), "qcow2", writable=True))
+    return found + [Drive(f"layer{number}", shared / f"layer{number}", "qcow2") for number in range(layers)]
 
 
 def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:

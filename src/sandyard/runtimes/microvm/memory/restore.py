@@ -12,27 +12,55 @@ from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
+import structlog
+
 from sandyard.errors import AgentLinkError, CreateFailed, GuestError, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.chain import Piece, overlay
-from sandyard.runtimes.finishing import ended
+from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import conf, disk
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.claim import claim
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.kind import Kind
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import Checker
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
 from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
+from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_region
+
+log = structlog.get_logger("sandyard.microvm")
 
 _MAPPED_PAGES = 16  # fewer are copied: a mapping costs more
 _MAPPINGS_MAX = 16384
 _LOAD_TIMEOUT = 60.0
+
+
+STATE = "state"
+
+
+class Opened:
+    """The files of an image, open with `stack`: `state`, and those with its RAM, the deltas last."""
+
+    def __init__(self, name: Path, manifest: Manifest, stack: ExitStack) -> None:
+        """Raises `OSError`."""
+        self.name = name
+        self.manifest = manifest
+        paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
+        self.state, *self.descriptors = (stack.enter_context(FileIO(path)).fileno() for path in paths)
+
+    async def send(self, qmp: Qmp) -> tuple[Sequence[int], Sequence[int]]:
+        """Give them to a VMM that runs, which knows one as `STATE`: the numbers that the others have there, and its
+        own of the sets that they are in. Raises `SandboxError`."""
+        await qmp.execute("getfd", {"fdname": STATE}, descriptors=[self.state])
+        given = [await qmp.execute("add-fd", descriptors=[each]) for each in self.descriptors]
+        return [int(each["fd"]) for each in given], [int(each["fdset-id"]) for each in given]
 
 
 class Restorer:
@@ -78,26 +106,65 @@ class Restorer:
     async def start(self, choice: Choice, spec: SandboxSpec, name: Path, manifest: Manifest) -> MicroVMInstance:
         """Start the sandbox on its disk with its image `name`: its agent answers, the kernel has time and seed, and
         nothing else runs. Raises `CreateFailed`; what was made is left."""
-        with ExitStack() as stack:
-            paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
-            files = [stack.enter_context(FileIO(path)).fileno() for path in paths]
-            starter, conf_bytes = self._host.starter, manifest.conf_bytes
-            pid = await ended(lambda: starter.start_incoming(choice, spec, name.name, conf_bytes, files))
-            instance = self._bring_up.hold(spec, pid)
-            self._host.instances[spec.sandbox_id] = instance
-            await self._bring_up.control(instance)
+        kind = self._host.starter.kind(choice, spec)
+        with self._host.spares.start():
+            with ExitStack() as stack:
+                memory = Opened(name, manifest, stack)
+                instance = await self._by_spare(kind, spec, memory) or await self._by_new(choice, spec, memory)
+            await self._bring_up.relink(instance, choice)
             try:
-                await ended(self._fill, spec.sandbox_id, pid, manifest, paths[2:], files[1:])
-                await self._load(instance, files[0])
-                await instance.control.execute("cont")
-            except (SandboxError, OSError) as error:
-                raise CreateFailed("restore", f"{error}: {self._host.said(spec.sandbox_id)}") from error
-        await self._bring_up.relink(instance, choice)
+                await identify(instance, secrets.token_bytes(64))
+                await instance.agent.freeze(False, processes=True)
+            except (AgentLinkError, GuestError) as error:
+                raise CreateFailed("agent", error.message) from error
+        self._host.spares.want(kind)
+        return instance
+
+    async def _by_spare(self, kind: Kind, spec: SandboxSpec, memory: Opened) -> MicroVMInstance | None:
+        """With a VMM that stands ready; None where there is none, or it comes to nothing."""
+        spare = self._host.spares.take(kind)
+        if spare is None:
+            return None
         try:
-            await identify(instance, secrets.token_bytes(64))
-            await instance.agent.freeze(False, processes=True)
-        except (AgentLinkError, GuestError) as error:
-            raise CreateFailed("agent", error.message) from error
+            pid, qmp = await claim(self._host, spare, spec, memory.name.name, memory.manifest.conf_bytes)
+            instance = self._hold(spec, pid)
+            await self._bring_up.control(instance, qmp)
+            numbers, sets = await memory.send(qmp)
+            await ended(self._fill, spec.sandbox_id, pid, memory, numbers)
+            await self._load(instance, STATE)
+            await instance.control.execute("cont")
+            for each in sets:  # which QEMU closes only while its guest runs
+                await qmp.execute("remove-fd", {"fdset-id": each})
+        except (SandboxError, OSError) as error:
+            said = {"sandbox": spec.sandbox_id, "error": str(error)}
+            log.warning("a VMM that stood ready was of no use: another one is started", **said)
+            await finish(self._host.spares.end(spare))
+            await finish(self._host.end(spec.sandbox_id))
+            return None
+        except BaseException:
+            await finish(self._host.spares.end(spare))
+            raise
+        self._host.spares.drop(spare)  # what is left of it
+        return instance
+
+    async def _by_new(self, choice: Choice, spec: SandboxSpec, memory: Opened) -> MicroVMInstance:
+        starter, name, files = self._host.starter, memory.name.name, memory.descriptors
+        pid = await ended(
+            lambda: starter.start_incoming(choice, spec, name, memory.manifest.conf_bytes, [memory.state, *files])
+        )
+        instance = self._hold(spec, pid)
+        await self._bring_up.control(instance)
+        try:
+            await ended(lambda: self._fill(spec.sandbox_id, pid, memory, files, done_with=files))
+            await self._load(instance, str(memory.state))
+            await instance.control.execute("cont")
+        except (SandboxError, OSError) as error:
+            raise CreateFailed("restore", f"{error}: {self._host.said(spec.sandbox_id)}") from error
+        return instance
+
+    def _hold(self, spec: SandboxSpec, pid: int) -> MicroVMInstance:
+        instance = self._bring_up.hold(spec, pid)
+        self._host.instances[spec.sandbox_id] = instance
         return instance
 
     async def _introduce(self, instance: MicroVMInstance, spec: SandboxSpec) -> None:
@@ -125,16 +192,17 @@ class Restorer:
             raise CreateFailed("disk", str(error)) from error
 
     def _fill(
-        self, sandbox_id: str, pid: int, manifest: Manifest, pages: Sequence[Path], descriptors: Sequence[int]
+        self, sandbox_id: str, pid: int, memory: Opened, numbers: Sequence[int], done_with: Sequence[int] = ()
     ) -> None:
+        """`numbers`: those that the files have in the VMM, of which it is to close `done_with`."""
+        home, manifest = self._host.layout.home(sandbox_id), memory.manifest
         region = find_region(pid, manifest.ram_bytes)
-        home = self._host.layout.home(sandbox_id)
         save_region(home, region.start)
         save_fit(home, manifest.fit)
-        _fill(region, pages, descriptors)
+        _fill(region, image.pages_of(memory.name, manifest), numbers, done_with)
 
-    async def _load(self, instance: MicroVMInstance, state: int) -> None:
-        """Give it its devices. Raises `SandboxError`."""
+    async def _load(self, instance: MicroVMInstance, state: str) -> None:
+        """Give it its devices, from the descriptor that it knows as `state`. Raises `SandboxError`."""
         await instance.control.execute("migrate-incoming", {"uri": f"fd:{state}"})
         deadline = time.monotonic() + _LOAD_TIMEOUT
         while time.monotonic() < deadline:
@@ -147,7 +215,7 @@ class Restorer:
         raise SandboxError(f"QEMU did not load the device state within {_LOAD_TIMEOUT:g} s")
 
 
-def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> None:
+def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int], done_with: Sequence[int]) -> None:
     """Give a VMM the RAM of its guest: the file of the first descriptor, above it the deltas of the others."""
     mappings = [Mapping(region.start, region.size, descriptors[0])]
     with ExitStack() as stack:
@@ -159,7 +227,7 @@ def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> 
             least *= 2
         big = [piece for piece in pieces if piece.end - piece.first >= least]
         mappings += [_mapping(region, piece, numbers[piece.delta]) for piece in big]
-        map_over(region.pid, mappings, descriptors)
+        map_over(region.pid, mappings, done_with)
         _copy(region, [piece for piece in pieces if piece.end - piece.first < least])
 
 

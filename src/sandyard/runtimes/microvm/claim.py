@@ -1,0 +1,81 @@
+"""A VMM that stands ready becomes that of a sandbox: with its files, its disks, its control groups, its network."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from sandyard.runtimes.base import SandboxSpec
+from sandyard.runtimes.container.layout import remove_tree
+from sandyard.runtimes.finishing import ended, finish
+from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm.cgroup import make_groups
+from sandyard.runtimes.microvm.host import Host
+from sandyard.runtimes.microvm.launch import GIVEN, move_tap
+from sandyard.runtimes.microvm.machine import Absent, Drive
+from sandyard.runtimes.microvm.qmp import Qmp
+from sandyard.runtimes.microvm.record import save_below, save_running
+from sandyard.runtimes.microvm.spare import Spare
+from sandyard.runtimes.microvm.starting import drives, write_conf
+
+_AT_FDCWD, _EXCHANGE = -100, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+async def claim(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_conf: int) -> tuple[int, Qmp]:
+    """Let `spare` be the VMM of a sandbox whose disk is there, as `Starter.start_incoming` would start one; its pid
+    and the connection to it, which are the caller's. `drop` of the spare is due in any case.
+
+    Raises `SandboxError`, `OSError`; what was made until then is left for `Host.end`, and the disk is whole."""
+    await ended(_give_files, host, spare, spec, memory, blank_conf)
+    own, layers = host.layout.disk(spec.sandbox_id), spare.kind.layers
+    outside = asyncio.ensure_future(ended(_give_place, host, spare, spec))  # which waits for the kernel
+    try:
+        await _give_disks(spare.control, drives(own, layers, GIVEN))
+    finally:
+        await finish(outside)
+    await ended(save_running, host.layout.home(spec.sandbox_id), spec, spare.pid)
+    return spare.hand_over()
+
+
+def _give_files(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_conf: int) -> None:
+    """The directories that the VMM sees become the sandbox's. Whenever this ends early the sandbox has one of both
+    directories, and all of its images are in it."""
+    layout, sandbox_id = host.layout, spec.sandbox_id
+    own = layout.disk(sandbox_id)
+    disk.link(own, spare.own)
+    write_conf(spare.own, bytes(blank_conf))
+    for name, path in host.starter.files(spec).items():
+        os.link(path, spare.given / name)
+    _exchange(own, spare.own)
+    disk.give(own, spare.uid)
+    remove_tree(layout.given(sandbox_id))  # of the VMM it had before
+    spare.given.rename(layout.given(sandbox_id))
+    save_below(spare.home, memory)
+    spare.home.rename(layout.home(sandbox_id))
+
+
+def _give_place(host: Host, spare: Spare, spec: SandboxSpec) -> None:
+    for group in make_groups(host.cgroups, spec.sandbox_id, spare.kind.limits):
+        (group / "cgroup.procs").write_text(str(spare.pid))
+    if spec.network is not None:
+        move_tap(spare.pid, spec.network, host.starter.gate())
+
+
+async def _give_disks(control: Qmp, disks: Sequence[Drive]) -> None:
+    for each in disks:
+        place = Absent(each.serial, each.writable)
+        await control.execute("blockdev-add", each.opened())
+        path = f"/machine/peripheral/{place.device}"
+        await control.execute("qom-set", {"path": path, "property": "drive", "value": each.node})
+        await control.execute("blockdev-del", {"node-name": place.node})
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Each gets the name of the other, at once. Raises `OSError`."""
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{one} and {other}: {os.strerror(code)}")
