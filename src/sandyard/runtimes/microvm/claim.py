@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from sandyard.runtimes.base import SandboxSpec
@@ -14,8 +16,9 @@ from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.host import Host
+from sandyard.runtimes.microvm.kind import Kind
 from sandyard.runtimes.microvm.launch import GIVEN, move_tap
-from sandyard.runtimes.microvm.machine import Absent, Drive
+from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_below, save_running
 from sandyard.runtimes.microvm.spare import Spare
@@ -25,20 +28,30 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-async def claim(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_conf: int) -> tuple[int, Qmp]:
-    """Let `spare` be the VMM of a sandbox whose disk is there, as `Starter.start_incoming` would start one; its pid
-    and the connection to it, which are the caller's. `drop` of the spare is due in any case.
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """`settled` is to be awaited before its guest runs: only then it is where it is held to its limits."""
+
+    pid: int
+    control: Qmp
+    settled: Awaitable[None]
+
+
+@asynccontextmanager
+async def claimed(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_conf: int) -> AsyncIterator[Claimed]:
+    """Let `spare` be the VMM of a sandbox whose disk is there, as `Starter.start_incoming` would start one; process
+    and connection are the caller's. `drop` of the spare is due in any case.
 
     Raises `SandboxError`, `OSError`; what was made until then is left for `Host.end`, and the disk is whole."""
     await ended(_give_files, host, spare, spec, memory, blank_conf)
-    own, layers = host.layout.disk(spec.sandbox_id), spare.kind.layers
-    outside = asyncio.ensure_future(ended(_give_place, host, spare, spec))  # which waits for the kernel
+    settling = asyncio.ensure_future(ended(_give_place, host, spare.pid, spare.kind, spec))  # the kernel takes its time
     try:
-        await _give_disks(spare.control, drives(own, layers, GIVEN))
+        await _give_disks(spare.control, drives(host.layout.disk(spec.sandbox_id), spare.kind.layers, GIVEN))
+        await ended(save_running, host.layout.home(spec.sandbox_id), spec, spare.pid)
+        pid, control = spare.hand_over()
+        yield Claimed(pid, control, settling)
     finally:
-        await finish(outside)
-    await ended(save_running, host.layout.home(spec.sandbox_id), spec, spare.pid)
-    return spare.hand_over()
+        await finish(asyncio.gather(settling, return_exceptions=True))
 
 
 def _give_files(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_conf: int) -> None:
@@ -58,20 +71,19 @@ def _give_files(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_
     spare.home.rename(layout.home(sandbox_id))
 
 
-def _give_place(host: Host, spare: Spare, spec: SandboxSpec) -> None:
-    for group in make_groups(host.cgroups, spec.sandbox_id, spare.kind.limits):
-        (group / "cgroup.procs").write_text(str(spare.pid))
+def _give_place(host: Host, pid: int, kind: Kind, spec: SandboxSpec) -> None:
+    for group in make_groups(host.cgroups, spec.sandbox_id, kind.limits):
+        (group / "cgroup.procs").write_text(str(pid))
     if spec.network is not None:
-        move_tap(spare.pid, spec.network, host.starter.gate())
+        move_tap(pid, spec.network, host.starter.gate())
 
 
 async def _give_disks(control: Qmp, disks: Sequence[Drive]) -> None:
+    """What stood in their places stays, which costs nothing."""
     for each in disks:
-        place = Absent(each.serial, each.writable)
         await control.execute("blockdev-add", each.opened())
-        path = f"/machine/peripheral/{place.device}"
-        await control.execute("qom-set", {"path": path, "property": "drive", "value": each.node})
-        await control.execute("blockdev-del", {"node-name": place.node})
+        device = {"path": f"/machine/peripheral/{each.device}", "property": "drive"}
+        await control.execute("qom-set", {**device, "value": each.node})
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import structlog
 
@@ -36,7 +37,7 @@ class Spares:
         self._idle = asyncio.Event()
         self._idle.set()
         self._making: asyncio.Task[None] | None = None
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._later: set[asyncio.Task[None]] = set()
 
     def take(self, kind: Kind) -> Spare | None:
         """One that runs, if there is one; it is the caller's, with its `drop`."""
@@ -56,9 +57,13 @@ class Spares:
 
     def drop(self, spare: Spare) -> None:
         """In the background."""
-        task = asyncio.ensure_future(self.end(spare))
-        self._dropping.add(task)
-        task.add_done_callback(self._dropping.discard)
+        self.later(self.end(spare))
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """What is to be done in the background, and before `close` is done; it raises nothing."""
+        task = asyncio.ensure_future(work)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
 
     @contextmanager
     def start(self) -> Iterator[None]:
@@ -88,8 +93,8 @@ class Spares:
         for spare in self.ready():
             self.drop(spare)
         self._ready.clear()
-        if self._dropping:
-            await asyncio.wait(self._dropping)
+        if self._later:
+            await asyncio.wait(self._later)
         if self._owner is not None:
             self._owner.close()
             self._owner = None

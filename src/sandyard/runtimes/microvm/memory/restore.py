@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -22,7 +22,7 @@ from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import conf, disk
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
-from sandyard.runtimes.microvm.claim import claim
+from sandyard.runtimes.microvm.claim import claimed
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.kind import Kind
@@ -34,6 +34,7 @@ from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
 from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_region
+from sandyard.runtimes.microvm.spare import Spare
 
 log = structlog.get_logger("sandyard.microvm")
 
@@ -42,7 +43,8 @@ _MAPPINGS_MAX = 16384
 _LOAD_TIMEOUT = 60.0
 
 
-STATE = "state"
+STATE, FILES = "state", 0
+"""What a VMM that stood ready has them by."""
 
 
 class Opened:
@@ -55,12 +57,12 @@ class Opened:
         paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
         self.state, *self.descriptors = (stack.enter_context(FileIO(path)).fileno() for path in paths)
 
-    async def send(self, qmp: Qmp) -> tuple[Sequence[int], Sequence[int]]:
-        """Give them to a VMM that runs, which knows one as `STATE`: the numbers that the others have there, and its
-        own of the sets that they are in. Raises `SandboxError`."""
+    async def send(self, qmp: Qmp) -> Sequence[int]:
+        """Give them to a VMM that runs, which knows one as `STATE`; the numbers that the others have there, in its set
+        `FILES`. Raises `SandboxError`."""
         await qmp.execute("getfd", {"fdname": STATE}, descriptors=[self.state])
-        given = [await qmp.execute("add-fd", descriptors=[each]) for each in self.descriptors]
-        return [int(each["fd"]) for each in given], [int(each["fdset-id"]) for each in given]
+        given = [await qmp.execute("add-fd", {"fdset-id": FILES}, descriptors=[each]) for each in self.descriptors]
+        return [int(each["fd"]) for each in given]
 
 
 class Restorer:
@@ -125,27 +127,32 @@ class Restorer:
         spare = self._host.spares.take(kind)
         if spare is None:
             return None
+        sandbox_id, conf_bytes = spec.sandbox_id, memory.manifest.conf_bytes
         try:
-            pid, qmp = await claim(self._host, spare, spec, memory.name.name, memory.manifest.conf_bytes)
-            instance = self._hold(spec, pid)
-            await self._bring_up.control(instance, qmp)
-            numbers, sets = await memory.send(qmp)
-            await ended(self._fill, spec.sandbox_id, pid, memory, numbers)
-            await self._load(instance, STATE)
-            await instance.control.execute("cont")
-            for each in sets:  # which QEMU closes only while its guest runs
-                await qmp.execute("remove-fd", {"fdset-id": each})
+            async with claimed(self._host, spare, spec, memory.name.name, conf_bytes) as vmm:
+                instance = self._hold(spec, vmm.pid)
+                await self._bring_up.control(instance, vmm.control)
+                numbers = await memory.send(vmm.control)
+                await ended(self._fill, sandbox_id, vmm.pid, memory, numbers)
+                await self._load(instance, STATE)
+                await vmm.settled
+                await instance.control.execute("cont")
         except (SandboxError, OSError) as error:
-            said = {"sandbox": spec.sandbox_id, "error": str(error)}
+            said = {"sandbox": sandbox_id, "error": str(error)}
             log.warning("a VMM that stood ready was of no use: another one is started", **said)
             await finish(self._host.spares.end(spare))
-            await finish(self._host.end(spec.sandbox_id))
+            await finish(self._host.end(sandbox_id))
             return None
         except BaseException:
             await finish(self._host.spares.end(spare))
             raise
-        self._host.spares.drop(spare)  # what is left of it
+        self._host.spares.later(self._tidy(spare, vmm.control))
         return instance
+
+    async def _tidy(self, spare: Spare, control: Qmp) -> None:
+        with suppress(SandboxError):  # it may have ended
+            await control.execute("remove-fd", {"fdset-id": FILES})  # QEMU closes them only while its guest runs
+        await self._host.spares.end(spare)
 
     async def _by_new(self, choice: Choice, spec: SandboxSpec, memory: Opened) -> MicroVMInstance:
         starter, name, files = self._host.starter, memory.name.name, memory.descriptors
