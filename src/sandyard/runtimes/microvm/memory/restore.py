@@ -47,15 +47,19 @@ STATE, FILES = "state", 0
 """What a VMM that stood ready has them by."""
 
 
-class Opened:
-    """The files of an image, open with `stack`: `state`, and those with its RAM, the deltas last."""
+class Opened(ExitStack):
+    """The files of an image, open: `state`, and those with its RAM, the deltas last. For one VMM: a state that was
+    read by another is at its end."""
 
-    def __init__(self, name: Path, manifest: Manifest, stack: ExitStack) -> None:
+    def __init__(self, name: Path, manifest: Manifest) -> None:
         """Raises `OSError`."""
+        super().__init__()
         self.name = name
         self.manifest = manifest
         paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
-        self.state, *self.descriptors = (stack.enter_context(FileIO(path)).fileno() for path in paths)
+        with ExitStack() as stack:
+            self.state, *self.descriptors = (stack.enter_context(FileIO(path)).fileno() for path in paths)
+            self.push(stack.pop_all())
 
     async def send(self, qmp: Qmp) -> Sequence[int]:
         """Give them to a VMM that runs, which knows one as `STATE`; the numbers that the others have there, in its set
@@ -110,9 +114,10 @@ class Restorer:
         nothing else runs. Raises `CreateFailed`; what was made is left."""
         kind = self._host.starter.kind(choice, spec)
         with self._host.spares.start():
-            with ExitStack() as stack:
-                memory = Opened(name, manifest, stack)
-                instance = await self._by_spare(kind, spec, memory) or await self._by_new(choice, spec, memory)
+            instance = await self._by_spare(kind, spec, name, manifest)
+            if instance is None:
+                with Opened(name, manifest) as memory:
+                    instance = await self._by_new(choice, spec, memory)
             await self._bring_up.relink(instance, choice)
             try:
                 await identify(instance, secrets.token_bytes(64))
@@ -122,21 +127,22 @@ class Restorer:
         self._host.spares.want(kind)
         return instance
 
-    async def _by_spare(self, kind: Kind, spec: SandboxSpec, memory: Opened) -> MicroVMInstance | None:
+    async def _by_spare(self, kind: Kind, spec: SandboxSpec, name: Path, manifest: Manifest) -> MicroVMInstance | None:
         """With a VMM that stands ready; None where there is none, or it comes to nothing."""
         spare = self._host.spares.take(kind)
         if spare is None:
             return None
-        sandbox_id, conf_bytes = spec.sandbox_id, memory.manifest.conf_bytes
+        sandbox_id, claim = spec.sandbox_id, claimed(self._host, spare, spec, name.name, manifest.conf_bytes)
         try:
-            async with claimed(self._host, spare, spec, memory.name.name, conf_bytes) as vmm:
-                instance = self._hold(spec, vmm.pid)
-                await self._bring_up.control(instance, vmm.control)
-                numbers = await memory.send(vmm.control)
-                await ended(self._fill, sandbox_id, vmm.pid, memory, numbers)
-                await self._load(instance, STATE)
-                await vmm.settled
-                await instance.control.execute("cont")
+            with Opened(name, manifest) as memory:
+                async with claim as vmm:
+                    instance = self._hold(spec, vmm.pid)
+                    await self._bring_up.control(instance, vmm.control)
+                    numbers = await memory.send(vmm.control)
+                    await ended(self._fill, sandbox_id, vmm.pid, memory, numbers)
+                    await self._load(instance, STATE)
+                    await vmm.settled
+                    await instance.control.execute("cont")
         except (SandboxError, OSError) as error:
             said = {"sandbox": sandbox_id, "error": str(error)}
             log.warning("a VMM that stood ready was of no use: another one is started", **said)
