@@ -186,12 +186,16 @@ async def test_where_it_comes_to_nothing_another_is_started(
 
 
 @asynccontextmanager
-async def namespace() -> AsyncIterator[Path]:
-    """A network namespace with a server in it."""
+async def namespace(home: Path) -> AsyncIterator[Path]:
+    """A network namespace as the server makes one: with what its sandbox is told of it beside."""
     name = f"syspare-{secrets.token_hex(3)}"
     await asyncio.to_thread(subprocess.run, ["ip", "netns", "add", name], check=True)
     try:
-        yield Path("/run/netns") / name
+        path = home / name
+        path.mkdir()
+        (path / "resolv.conf").write_text("nameserver 10.200.0.1\n")
+        (path / "net").symlink_to(Path("/run/netns") / name)
+        yield path / "net"
     finally:
         await asyncio.to_thread(subprocess.run, ["ip", "netns", "delete", name], check=True)
 
@@ -199,7 +203,7 @@ async def namespace() -> AsyncIterator[Path]:
 @contextlib.contextmanager
 def serving(network: Path) -> Iterator[None]:
     """Only while there is an interface can its address be had."""
-    server = subprocess.Popen(["ip", "netns", "exec", network.name, sys.executable, "-c", SERVER])
+    server = subprocess.Popen(["ip", "netns", "exec", network.parent.name, sys.executable, "-c", SERVER])
     try:
         yield
     finally:
@@ -207,9 +211,11 @@ def serving(network: Path) -> Iterator[None]:
         server.wait()
 
 
-async def test_one_with_an_interface_comes_to_the_network_of_its_sandbox(runtime: MicroVMRuntime, base: Rootfs) -> None:
+async def test_one_with_an_interface_comes_to_the_network_of_its_sandbox(
+    runtime: MicroVMRuntime, base: Rootfs, tmp_path: Path
+) -> None:
     ask = "until exec 3<>/dev/tcp/10.200.0.1/7777; do sleep 0.1; done 2>/dev/null; cat <&3"
-    async with namespace() as network, namespace() as other:
+    async with namespace(tmp_path) as network, namespace(tmp_path) as other:
         await made(runtime, replace(spec_of(base, "first"), network=other))
         pids = [spare.pid for spare in await ready(runtime)]
         spec = replace(spec_of(base, "box"), network=network)

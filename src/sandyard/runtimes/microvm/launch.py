@@ -184,9 +184,12 @@ def listen(stack: ExitStack, path: Path) -> int:
 def _bounded(log: Path) -> Iterator[IO[bytes]]:
     """What is written to it ends in a new file `log`, as far as it may be: a guest can make its VMM complain without
     end. What is beyond is dropped, which a VMM does not mind."""
-    script = 'exec 3<&0; head -c "$1" <&3 >"$2" 2>/dev/null &'  # nobody's child when this ends
-    words = ["setsid", "sh", "-c", script, "log", str(_LOG_MAX), str(log)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, env={"PATH": _PATH}, cwd="/") as reader:
+    script = 'exec 3<&0; head -c "$1" <&3 2>/dev/null &'  # nobody's child when this ends
+    words = ["setsid", "sh", "-c", script, "log", str(_LOG_MAX)]
+    with (
+        open(log, "wb") as file,  # its directory may have another name, or be gone, when the reader begins
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=file, env={"PATH": _PATH}, cwd="/") as reader,
+    ):
         assert reader.stdin is not None  # asked for
         yield reader.stdin
 
