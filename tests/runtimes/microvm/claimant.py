@@ -12,7 +12,7 @@ from sandyard.config import PathSettings, Settings
 from sandyard.images.base import build_base
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime, claim
-from tests.runtimes.microvm.victim import NAME, SMALL
+from tests.runtimes.microvm.victim import NAME, SMALL, stand_ready
 
 READY = "ready"
 """The step in which nothing has been claimed yet."""
@@ -22,10 +22,7 @@ async def main(state: Path, run: Path, step: str) -> None:
     runtime = MicroVMRuntime(Settings(paths=PathSettings(state=state, run=run)))
     base = (await build_base(Settings())).rootfs
     spec = SandboxSpec(NAME, base, SMALL, hostname=NAME)
-    spares = runtime.host.spares
-    spares.want(runtime.host.starter.kind(await runtime.choose(), spec))
-    while len(spares.ready()) < 2:  # noqa: ASYNC110 - nothing tells a test
-        await asyncio.sleep(0.01)
+    await stand_ready(runtime, spec)
     if step == READY:
         _die()
     where, _, name = step.rpartition(".")

@@ -44,11 +44,12 @@ class BringUp:
     async def start(self, choice: Choice, spec: SandboxSpec, *, used: bool, tap: bool = False) -> MicroVMInstance:
         """Boot a sandbox, on the disk it had if it is `used`. `tap`: with an interface, whether it has a network or
         not. Raises `CreateFailed`; what was made then is left."""
-        try:
-            pid = await ended(lambda: self._start(choice, spec, used, tap))
-        except OSError as error:
-            raise CreateFailed("files", str(error)) from error
-        return await self._come_up(self.hold(spec, pid), choice)
+        with self._host.spares.start():
+            try:
+                pid = await ended(lambda: self._start(choice, spec, used, tap))
+            except OSError as error:
+                raise CreateFailed("files", str(error)) from error
+            return await self._come_up(self.hold(spec, pid), choice)
 
     def _start(self, choice: Choice, spec: SandboxSpec, used: bool, tap: bool) -> int:
         layout = self._host.layout
