@@ -39,11 +39,12 @@ class Claimed:
 
 @asynccontextmanager
 async def claimed(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_conf: int) -> AsyncIterator[Claimed]:
-    """Let `spare` be the VMM of a sandbox whose disk is there, as `Starter.start_incoming` would start one; process
-    and connection are the caller's. `drop` of the spare is due in any case.
+    """Let `spare`, which was taken, be the VMM of a sandbox whose disk is there, as `Starter.start_incoming` would
+    start one; process and connection are the caller's. `drop` of the spare is due in any case.
 
     Raises `SandboxError`, `OSError`; what was made until then is left for `Host.end`, and the disk is whole."""
     await ended(_give_files, host, spare, spec, memory, blank_conf)
+    assert spare.pid  # 0 is this process to a control group
     settling = asyncio.ensure_future(ended(_give_place, host, spare.pid, spare.kind, spec))  # the kernel takes its time
     try:
         await _give_disks(spare.control, drives(host.layout.disk(spec.sandbox_id), spare.kind.layers, GIVEN))

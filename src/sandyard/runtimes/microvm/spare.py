@@ -19,7 +19,7 @@ from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.kind import Kind
-from sandyard.runtimes.microvm.launch import LATER, VmStart, last_lines, listen, start_vmm
+from sandyard.runtimes.microvm.launch import LATER, VmStart, listen, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Absent
 from sandyard.runtimes.microvm.qmp import Qmp
@@ -36,7 +36,6 @@ class Spare:
         self.name = name
         self.uid = layout.new_uid(name)
         self.pid = 0
-        self.groups: list[Path] = []
         self._layout = layout
         self._cgroups = cgroups
         self._qmp: Qmp | None = None
@@ -74,14 +73,14 @@ class Spare:
             for path, mode in ((self.home, 0o700), (self.given, 0o755), (self.own, 0o700)):
                 path.mkdir(mode=mode)
             os.chown(self.own, self.uid, self.uid)
-            self.groups = make_groups(self._cgroups, self.name, kind.limits)
+            groups = make_groups(self._cgroups, self.name, kind.limits)
             with ExitStack() as stack:
                 agent_fd = listen(stack, self._layout.agent_socket(self.name))
                 qmp_fd = listen(stack, self._layout.qmp_socket(self.name))
                 plan = VmStart(
                     own=self.own,
                     uid=self.uid,
-                    groups=self.groups,
+                    groups=groups,
                     shared=kind.shared,
                     log=self.home / "vmm.log",
                     device=kind.device,
@@ -100,16 +99,15 @@ class Spare:
         self.pid = 0
         on_end(self)
 
-    def said(self) -> str:
-        return last_lines(self.home / "vmm.log")
+    def take(self) -> None:
+        """From here on its end is for whoever took it to notice. Its pid is its own until it is dropped, or another
+        waits for it."""
+        self._let_go()
 
     def hand_over(self) -> tuple[int, Qmp]:
-        """The process and its connection are another's from here on, also to be ended; `drop` removes the rest. Raises
-        `SandboxError` where it has ended."""
+        """Process and connection of one that was taken are another's from here on, also to be ended; `drop` removes the
+        rest."""
         pid, control = self.pid, self.control
-        if not pid:
-            raise SandboxError(f"the VMM {self.name} has ended: {self.said()}")
-        self._let_go()
         self.pid, self._qmp = 0, None
         return pid, control
 

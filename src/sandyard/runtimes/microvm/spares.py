@@ -40,9 +40,13 @@ class Spares:
         self._later: set[asyncio.Task[None]] = set()
 
     def take(self, kind: Kind) -> Spare | None:
-        """One that runs, if there is one; it is the caller's, with its `drop`."""
+        """One that ran when it was looked at last, if there is one; it is the caller's, with its `drop`."""
         ready = self._ready.get(kind)
-        return ready.pop(0) if ready else None
+        if not ready:
+            return None
+        spare = ready.pop(0)
+        spare.take()
+        return spare
 
     def want(self, kind: Kind) -> None:
         """Have some ready for the next start of this kind."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
 
 import structlog
@@ -31,6 +30,7 @@ from sandyard.runtimes.microvm.memory.checking import Checker
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
+from sandyard.runtimes.microvm.memory.opened import STATE, Opened, opened, take_back
 from sandyard.runtimes.microvm.memory.pages import PAGE, Region, find_region
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_region
@@ -41,32 +41,6 @@ log = structlog.get_logger("sandyard.microvm")
 _MAPPED_PAGES = 16  # fewer are copied: a mapping costs more
 _MAPPINGS_MAX = 16384
 _LOAD_TIMEOUT = 60.0
-
-
-STATE, FILES = "state", 0
-"""What a VMM that stood ready has them by."""
-
-
-class Opened(ExitStack):
-    """The files of an image, open: `state`, and those with its RAM, the deltas last. For one VMM: a state that was
-    read by another is at its end."""
-
-    def __init__(self, name: Path, manifest: Manifest) -> None:
-        """Raises `OSError`."""
-        super().__init__()
-        self.name = name
-        self.manifest = manifest
-        paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
-        with ExitStack() as stack:
-            self.state, *self.descriptors = (stack.enter_context(FileIO(path)).fileno() for path in paths)
-            self.push(stack.pop_all())
-
-    async def send(self, qmp: Qmp) -> Sequence[int]:
-        """Give them to a VMM that runs, which knows one as `STATE`; the numbers that the others have there, in its set
-        `FILES`. Raises `SandboxError`."""
-        await qmp.execute("getfd", {"fdname": STATE}, descriptors=[self.state])
-        given = [await qmp.execute("add-fd", {"fdset-id": FILES}, descriptors=[each]) for each in self.descriptors]
-        return [int(each["fd"]) for each in given]
 
 
 class Restorer:
@@ -116,7 +90,7 @@ class Restorer:
         with self._host.spares.start():
             instance = await self._by_spare(kind, spec, name, manifest)
             if instance is None:
-                with Opened(name, manifest) as memory:
+                with opened(name, manifest) as memory:
                     instance = await self._by_new(choice, spec, memory)
             await self._bring_up.relink(instance, choice)
             try:
@@ -134,7 +108,7 @@ class Restorer:
             return None
         sandbox_id, claim = spec.sandbox_id, claimed(self._host, spare, spec, name.name, manifest.conf_bytes)
         try:
-            with Opened(name, manifest) as memory:
+            with opened(name, manifest) as memory:
                 async with claim as vmm:
                     instance = self._hold(spec, vmm.pid)
                     await self._bring_up.control(instance, vmm.control)
@@ -157,11 +131,11 @@ class Restorer:
 
     async def _tidy(self, spare: Spare, control: Qmp) -> None:
         with suppress(SandboxError):  # it may have ended
-            await control.execute("remove-fd", {"fdset-id": FILES})  # QEMU closes them only while its guest runs
+            await take_back(control)
         await self._host.spares.end(spare)
 
     async def _by_new(self, choice: Choice, spec: SandboxSpec, memory: Opened) -> MicroVMInstance:
-        starter, name, files = self._host.starter, memory.name.name, memory.descriptors
+        starter, name, files = self._host.starter, memory.name.name, memory.ram
         pid = await ended(
             lambda: starter.start_incoming(choice, spec, name, memory.manifest.conf_bytes, [memory.state, *files])
         )
