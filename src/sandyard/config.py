@@ -122,6 +122,7 @@ class MicroVMSettings(_Section):
     guest_mb: int = Field(default=96, ge=48)  # what the guest's own kernel takes, above sandbox.memory_mb
     overhead_mb: int = Field(default=192, ge=64)  # what the VMM itself may take on the host
     disk_mb_s: int = Field(default=0, ge=0)  # MiB a second that a guest may read and write on its disk; 0: no limit
+    spares: int = Field(default=2, ge=0, le=16)  # VMMs that stand ready for the next starts of a kind; 0: none do
 
 
 class ImageSettings(_Section):

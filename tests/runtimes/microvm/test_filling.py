@@ -68,7 +68,8 @@ def filled(image: Image) -> tuple[bytes, int]:
         assert process.stdout is not None
         start, *files = map(int, process.stdout.readline().split())
         region = Region(process.pid, start, PAGES * PAGE)
-        restore._fill(region, image.paths[1:], files)
+        with open(image.paths[0], "rb") as ram:
+            restore._fill(region, image.paths[1:], ram.fileno(), files, files)
         assert not {str(number) for number in files} & set(os.listdir(f"/proc/{process.pid}/fd"))
         own = sum(end - first for first, end in changed(region))
         with open(f"/proc/{process.pid}/mem", "rb", buffering=0) as memory:

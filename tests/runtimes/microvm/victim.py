@@ -35,6 +35,8 @@ async def main(state: Path, run: Path, move: str, layer: Path) -> None:
 async def _serve(runtime: MicroVMRuntime, move: str, layer: Path) -> None:
     base = (await build_base(Settings())).rootfs
     spec = SandboxSpec(NAME, base, SMALL, hostname=NAME)
+    if move in ("wake", "fork"):
+        await stand_ready(runtime, spec)
     if move == "wake":
         print("go", flush=True)
         await runtime.wake(spec)
@@ -45,6 +47,15 @@ async def _serve(runtime: MicroVMRuntime, move: str, layer: Path) -> None:
         print("go", flush=True)
         await _move(runtime, found, base, move, layer)
     print("done", flush=True)
+
+
+async def stand_ready(runtime: MicroVMRuntime, spec: SandboxSpec) -> None:
+    """What it starts is started as by a server that has run for a while."""
+    spares = runtime.host.spares
+    spares.want(runtime.host.starter.kind(await runtime.choose(), spec))
+    async with asyncio.timeout(120):
+        while not spares.ready():  # noqa: ASYNC110 - nothing tells a test
+            await asyncio.sleep(0.01)
 
 
 async def _move(runtime: MicroVMRuntime, found: Instance, base: Rootfs, move: str, layer: Path) -> None:

@@ -22,6 +22,7 @@ from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
+from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import load_halted, load_running
 from sandyard.runtimes.microvm.stall import NOT_ON
 
@@ -46,11 +47,12 @@ class BringUp:
     async def start(self, choice: Choice, spec: SandboxSpec, *, used: bool, tap: bool = False) -> MicroVMInstance:
         """Boot a sandbox, on the disk it had if it is `used`. `tap`: with an interface, whether it has a network or
         not. Raises `CreateFailed`; what was made then is left."""
-        try:
-            pid = await ended(lambda: self._start(choice, spec, used, tap))
-        except OSError as error:
-            raise CreateFailed("files", str(error)) from error
-        return await self._come_up(self.hold(spec, pid), choice)
+        with self._host.spares.start():
+            try:
+                pid = await ended(lambda: self._start(choice, spec, used, tap))
+            except OSError as error:
+                raise CreateFailed("files", str(error)) from error
+            return await self._come_up(self.hold(spec, pid), choice)
 
     def _start(self, choice: Choice, spec: SandboxSpec, used: bool, tap: bool) -> int:
         layout = self._host.layout
@@ -119,12 +121,15 @@ class BringUp:
             raise CreateFailed("vmm", f"it is gone: {self._host.said(spec.sandbox_id)}") from error
         return MicroVMInstance(spec, pid, pidfd, self._runtime)
 
-    async def control(self, instance: MicroVMInstance, choice: Choice) -> None:
-        """Connect to a VMM that was started by `choice`, and limit what it does to the host's disk. Raises
-        `CreateFailed`, also where it is another QEMU."""
+    async def control(self, instance: MicroVMInstance, choice: Choice, qmp: Qmp | None = None) -> None:
+        """Connect to a VMM that was started by `choice`, if not by `qmp` already, and limit what it does to the host's
+        disk. Raises `CreateFailed`, also where it is another QEMU."""
         sandbox_id, rate = instance.spec.sandbox_id, self._host.settings.microvm.disk_mb_s << 20
         try:
-            await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+            if qmp is None:
+                await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
+            else:
+                instance.take_control(qmp)
             self._check_engine(instance, choice.engine.version)
             if rate:
                 await instance.limit_disk(rate)

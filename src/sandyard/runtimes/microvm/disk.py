@@ -6,9 +6,12 @@ import fcntl
 import hashlib
 import os
 import secrets
+import struct
 import subprocess
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas.extents import extents
@@ -21,6 +24,9 @@ _JOURNAL_MB = 8
 _TIMEOUT = 600.0
 _CHUNK = 64 << 10  # a cluster
 DIGEST = 32  # characters of one
+_PAGE = 4096
+# In the header of a qcow2 image: the place of the name of the image below, and the bytes of that name.
+_NAME_PLACE, _NAME_AT, _NAME_SIZE = 8, struct.Struct(">Q"), struct.Struct(">I")
 
 
 def blank(store: Path, size_mb: int) -> Path:
@@ -54,8 +60,9 @@ def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
     owner = home.stat()
     try:
         # Beside the directory, in which a VMM may have put a link of any name.
-        run(["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", backing, "-F", kind, str(scratch), str(size)])
-        scratch.chmod(0o600)
+        with open(scratch, "xb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            _write_empty(file, _empty(home.parent, kind, size), backing)
         os.chown(scratch, owner.st_uid, owner.st_gid)
         scratch.replace(path)
     except OSError as error:
@@ -63,6 +70,33 @@ def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
     finally:
         scratch.unlink(missing_ok=True)
     return path
+
+
+@lru_cache(maxsize=32)
+def _empty(store: Path, kind: str, size: int) -> bytes:
+    """An image of `size` bytes with nothing in it, above one of the format `kind`. Raises `SandboxError`."""
+    scratch = store / f".empty-{secrets.token_hex(4)}"
+    try:
+        run(["qemu-img", "create", "-q", "-u", "-f", "qcow2", "-b", "x", "-F", kind, str(scratch), str(size)])
+        return scratch.read_bytes()
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _write_empty(file: BinaryIO, empty: bytes, backing: str) -> None:
+    """Its header says where the name of the image below is, which nothing follows in its cluster, and how long."""
+    name = backing.encode()
+    (at,) = _NAME_AT.unpack_from(empty, _NAME_PLACE)
+    header = bytearray(empty[:_CHUNK])
+    _NAME_SIZE.pack_into(header, _NAME_PLACE + _NAME_AT.size, len(name))
+    header[at : at + len(name)] = name
+    file.truncate(len(empty))
+    file.write(header[: at + len(name)])
+    for offset in range(_CHUNK, len(empty), _PAGE):
+        page = empty[offset : offset + _PAGE]
+        if page.strip(b"\0"):
+            file.seek(offset)
+            file.write(page)
 
 
 def image(number: int) -> str:

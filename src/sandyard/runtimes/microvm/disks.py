@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -91,11 +92,11 @@ class Disks:
                 return [self._blank(), *found]
             number -= 1
 
-    def images(self, number: int | None = None) -> Sequence[Image]:
-        """`chain`, as its VMM sees it."""
+    def images(self, number: int | None = None, root: Path = SHARED) -> Sequence[Image]:
+        """`chain`, as its VMM sees it, which has what is `kept` below `root`."""
         found = []
         for path in self.chain(number):
-            where = OWN if path.parent == self.own else SHARED / KEPT
+            where = OWN if path.parent == self.own else root / KEPT
             found.append(Image(where / path.name, "raw" if path.name == BLANK else "qcow2"))
         return found
 
@@ -153,6 +154,23 @@ class Disks:
         return digest
 
     @_of_the_host
+    def link(self, target: Path) -> None:
+        """Give what lies in its own directory, while it has no VMM, names in the directory `target` too."""
+        for path in _files(self.own):
+            if stat.S_ISREG(path.lstat().st_mode):  # a VMM may have put anything there
+                os.link(path, target / path.name)
+
+    def hand_to(self, uid: int) -> None:
+        """Let what lies in its own directory be the user's `uid`, that its next VMM has."""
+        for path in _files(self.own):
+            descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW)  # what is looked at is what is given, and no other
+            try:
+                found = os.fstat(descriptor)
+                if stat.S_ISREG(found.st_mode) and found.st_uid not in (0, uid):
+                    os.chown(f"/proc/self/fd/{descriptor}", uid, uid)
+            finally:
+                os.close(descriptor)
+
     def prune(self, *, ended: bool) -> None:
         """Remove what nothing needs: images below one that stands for itself, and, where its VMM has `ended`, those
         of which `kept` has a copy."""
@@ -181,8 +199,9 @@ class Disks:
     @_of_the_host
     def used_bytes(self) -> int:
         """What it takes on the host's disk, without what others take part in."""
+        given = {path.lstat().st_ino for path in _files(self._layout.given(self._spec.sandbox_id) / KEPT)}
         found = [path.lstat() for home in (self.own, self.kept) for path in _files(home)]
-        return sum(stat.st_blocks * 512 for stat in found if stat.st_nlink == 1)
+        return sum(each.st_blocks * 512 for each in found if each.st_nlink == 1 + (each.st_ino in given))
 
     @_of_the_host
     def sync(self) -> None:

@@ -15,11 +15,13 @@ from sandyard.config import Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.layout import remove_tree
+from sandyard.runtimes.finishing import finish
 from sandyard.runtimes.microvm.cgroup import tool_group
 from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
 from sandyard.runtimes.microvm.launch import last_lines
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.record import forget_halted, load_running
+from sandyard.runtimes.microvm.spares import Spares
 from sandyard.runtimes.microvm.starting import Starter
 
 ID = re.compile(r"[a-z0-9]{1,40}")
@@ -36,6 +38,7 @@ class Host:
         self.instances: dict[str, MicroVMInstance] = {}
         self.background: dict[str, asyncio.Task[None]] = {}  # what is done to disks, by sandbox id
         self._cgroups: Cgroups | None = None
+        self.spares = Spares(settings, self.layout, lambda: self.cgroups)
 
     @property
     def cgroups(self) -> Cgroups:
@@ -113,13 +116,15 @@ class Host:
         self.cgroups.remove(tool_group(sandbox_id), deadline)
 
     async def close(self) -> None:
-        """Let go of the instances; they go on living."""
+        """Let go of the instances; they go on living. What stands ready for others ends."""
         for sandbox_id in list(self.background):
             await self._call_off(sandbox_id)
         for instance in self.instances.values():
             await instance.release()
         self.instances.clear()
+        await finish(self.spares.close())
         if self._cgroups is not None:
+            await self.spares.sweep()
             self._cgroups.remove_parent()
 
 

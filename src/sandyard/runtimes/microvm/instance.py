@@ -78,6 +78,11 @@ class MicroVMInstance(Instance):
         said = await self.control.execute("query-status")
         return str(said.get("status")) if isinstance(said, dict) else ""
 
+    def take_control(self, qmp: Qmp) -> None:
+        """Its VMM was connected to already; its guest has not run yet."""
+        qmp.on_event = self._on_event
+        self.qmp = qmp
+
     async def limit_disk(self, bytes_per_second: int) -> None:
         """How much it may read and write on its disk; 0: without a limit. Raises `QmpError`."""
         kinds = ("bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr")

@@ -26,21 +26,28 @@ _LOG_MAX = 1 << 20
 _LOG_LOOKS, _LOG_PAUSE = 4, 0.01
 OWN = Path("/vm")
 SHARED = Path("/shared")
-# $1 the VMM's directory, $2 user, $3 the device of the accelerator or nothing, $4 the address of the host's end
-# of its interface or nothing, then groups up to `--`, then pairs of a host's file or directory and its name below
-# /shared up to `--`, then the command.
-_SCRIPT = """
-set -e
-own=$1 user=$2 device=$3 gate=$4
-shift 4
-if [ -n "$gate" ]; then
-    for link in eth0 TAP; do ! ip link show $link >/dev/null 2>&1 || ip link delete $link; done
-    ip tuntap add dev TAP mode tap user $user
+GIVEN = Path("/given")
+LATER = "later"
+"""The address of an interface that is made, and moved to where it is to be later."""
+_CLEAR = "for link in eth0 TAP; do ! ip link show $link >/dev/null 2>&1 || ip link delete $link; done"
+_SET_UP = """
     ip link set TAP address 02:00:0a:c8:00:01  # a restored guest remembers it
     ip address add $gate dev TAP
     ip link set TAP up
     # The listeners behind it are on loopback.
     echo 1 > /proc/sys/net/ipv4/conf/TAP/route_localnet
+"""
+# $1 the VMM's directory, $2 that of what it is given later or nothing, $3 user, $4 the device of the accelerator or
+# nothing, $5 the address of the host's end of its interface or nothing, then groups up to `--`, then pairs of a
+# host's file or directory and its name below /shared up to `--`, then the command.
+_SCRIPT = """
+set -e
+own=$1 given=$2 user=$3 device=$4 gate=$5
+shift 5
+if [ -n "$gate" ]; then
+    CLEAR
+    ip tuntap add dev TAP mode tap user $user
+    [ "$gate" = LATER ] || { SET_UP }
     device="$device net/tun"
 fi
 while [ "$1" != -- ]; do echo 0 > "$1/cgroup.procs"; shift; done
@@ -67,15 +74,35 @@ while [ "$1" != -- ]; do
 done
 shift
 mount --bind "$own" $root/vm
+if [ -n "$given" ]; then
+    mkdir $root/given
+    mount --bind "$given" $root/given
+    mount -o remount,bind,ro,nosuid,nodev $root/given
+fi
 mount -o remount,ro $root
 cd /
 exec chroot --userspec="$user:$user" --groups="$user" $root "$@"
-""".replace("TAP", TAP)
+"""
+# $1 the VMM, $2 the namespace that its interface is to be in, $3 its address there.
+_MOVE = """
+set -e
+export gate=$3
+nsenter --net="$2" sh -ec 'CLEAR'
+nsenter --net="/proc/$1/ns/net" ip link set TAP netns "$2"
+nsenter --net="$2" sh -ec 'SET_UP'
+"""
+
+
+def _filled(script: str) -> str:
+    for name, text in (("CLEAR", _CLEAR), ("SET_UP", _SET_UP), ("LATER", LATER), ("TAP", TAP)):
+        script = script.replace(name, text)
+    return script
 
 
 @dataclass(frozen=True, slots=True)
 class VmStart:
-    """`shared` maps names below `/shared` to files and directories of the host; `network` is a namespace to be in."""
+    """`shared` maps names below `/shared` to files and directories of the host; `given` is a directory whose files it
+    can read below `/given`, also those that come later; `network` is a namespace to be in."""
 
     own: Path
     uid: int
@@ -84,7 +111,8 @@ class VmStart:
     log: Path
     device: str = ""
     network: Path | None = None
-    gate: str = ""  # the address, with its prefix, of the host's end of the interface
+    gate: str = ""  # the address, with its prefix, of the host's end of the interface, or `LATER`
+    given: Path | None = None
 
 
 def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int]) -> int:
@@ -95,11 +123,12 @@ def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int])
     spaces = [*where, "unshare", "--mount", "--ipc", *([] if plan.network else ["--net"])]
     shared = [part for name, path in plan.shared.items() for part in (str(path), name)]
     groups = [str(group) for group in plan.groups]
-    arguments = [str(plan.own), str(plan.uid), plan.device, plan.gate, *groups, "--", *shared, "--", *command]
+    directories = [str(plan.own), str(plan.given or "")]
+    arguments = [*directories, str(plan.uid), plan.device, plan.gate, *groups, "--", *shared, "--", *command]
     try:
         with _bounded(plan.log) as log:
             process = subprocess.Popen(
-                [*spaces, "sh", "-c", _SCRIPT, "vmm", *arguments],
+                [*spaces, "sh", "-c", _filled(_SCRIPT), "vmm", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -112,6 +141,15 @@ def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int])
         raise CreateFailed("vmm", str(error)) from error
     process.returncode = 0  # whoever holds its pidfd reaps it; this object is not to warn that it runs
     return process.pid
+
+
+def move_tap(pid: int, network: Path, gate: str) -> None:
+    """Bring the interface of a VMM that was started to have it `LATER` to the namespace `network`, with the address
+    `gate`. Blocking. Raises `SandboxError`."""
+    words = ["sh", "-c", _filled(_MOVE), "move", str(pid), str(network), gate]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/", env={"PATH": _PATH})
+    if done.returncode:
+        raise SandboxError(f"the interface of the VMM {pid} does not go to {network}: {done.stderr.strip()[-300:]}")
 
 
 def run_confined(plan: VmStart, command: Sequence[str], timeout: float) -> None:
@@ -146,9 +184,12 @@ def listen(stack: ExitStack, path: Path) -> int:
 def _bounded(log: Path) -> Iterator[IO[bytes]]:
     """What is written to it ends in a new file `log`, as far as it may be: a guest can make its VMM complain without
     end. What is beyond is dropped, which a VMM does not mind."""
-    script = 'exec 3<&0; head -c "$1" <&3 >"$2" 2>/dev/null &'  # nobody's child when this ends
-    words = ["setsid", "sh", "-c", script, "log", str(_LOG_MAX), str(log)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, env={"PATH": _PATH}, cwd="/") as reader:
+    script = 'exec 3<&0; head -c "$1" <&3 2>/dev/null &'  # nobody's child when this ends
+    words = ["setsid", "sh", "-c", script, "log", str(_LOG_MAX)]
+    with (
+        open(log, "wb") as file,  # its directory may have another name, or be gone, when the reader begins
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=file, env={"PATH": _PATH}, cwd="/") as reader,
+    ):
         assert reader.stdin is not None  # asked for
         yield reader.stdin
 

@@ -85,10 +85,18 @@ class Layout:
     def qmp_socket(self, sandbox_id: str) -> Path:
         return self.home(sandbox_id) / "qmp"
 
-    def uid(self, sandbox_id: str) -> int:
-        """The host user that a sandbox's VMM runs as: nobody else's, and hardly another sandbox's."""
-        number = int.from_bytes(hashlib.sha256(sandbox_id.encode()).digest()[:8], "big")
+    def given(self, sandbox_id: str) -> Path:
+        """What its VMM was given to read after it was started."""
+        return self.memory(sandbox_id) / "given"
+
+    def new_uid(self, name: str) -> int:
+        """A host user for the VMM of `name`: nobody else's, and hardly another VMM's."""
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         return self.uid_base + ROOT_IDS + number % _UIDS
+
+    def uid(self, sandbox_id: str) -> int:
+        """The host user of a sandbox that is there, which owns its directory. Raises `OSError`."""
+        return self.disk(sandbox_id).lstat().st_uid
 
     def prepare(self) -> None:
         """Make the directories. Raises `HostError`."""

@@ -61,6 +61,34 @@ class Drive:
             found += [file, node | ({"backing": below} if image.format == "qcow2" else {})]
         return found
 
+    @property
+    def device(self) -> str:
+        """The id of the guest's device, also of one that is `Absent`."""
+        return f"dev-{self.serial}"
+
+    @property
+    def node(self) -> str:
+        return self.serial
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """The place of a disk that its machine is given later: nothing may be read from it until then."""
+
+    serial: str
+    writable: bool = False
+
+    @property
+    def device(self) -> str:
+        return f"dev-{self.serial}"
+
+    @property
+    def node(self) -> str:
+        return f"absent-{self.serial}"
+
+    def nodes(self) -> Sequence[dict[str, Any]]:
+        return [{"driver": "null-co", "node-name": self.node, "read-zeroes": True, "read-only": not self.writable}]
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -77,7 +105,7 @@ class Machine:
     vcpus: int
     agent_fd: int
     qmp_fd: int
-    drives: Sequence[Drive] = ()
+    drives: Sequence[Drive | Absent] = ()
     incoming: bool = False
     tap: bool = False
 
@@ -125,8 +153,8 @@ class Machine:
         own = "tsc=reliable no_timer_check reboot=t" if self.type == "microvm" else "iomem=relaxed"
         return f"console=ttyS0 quiet panic=-1 rdinit=/sandyard-agent random.trust_cpu=on {own}"
 
-    def _drive(self, drive: Drive) -> Sequence[str]:
-        device = f"virtio-blk-{self._bus},drive={drive.serial},serial={drive.serial},id=dev-{drive.serial}"
+    def _drive(self, drive: Drive | Absent) -> Sequence[str]:
+        device = f"virtio-blk-{self._bus},drive={drive.node},serial={drive.serial},id={drive.device}"
         nodes = (part for node in drive.nodes() for part in ("-blockdev", json.dumps(node)))
         return (*nodes, "-device", device)
 

@@ -23,6 +23,7 @@ async def choose(host: Host, bring_up: BringUp, before: Choice | None) -> Choice
         raise HostError("the microVM runtime needs root", remedy="run as root (sudo sandyard …)")
     host.layout.prepare()
     await asyncio.to_thread(host.cgroups.prepare)
+    await host.spares.sweep()
     engine = await asyncio.to_thread(find_engine, host.settings)
     assets = await (ready_assets(host.settings) if before is None else asyncio.to_thread(_assets, host, before))
     allowed = candidates(host.settings)

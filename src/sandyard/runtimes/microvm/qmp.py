@@ -30,13 +30,16 @@ class QmpError(SandboxError):
 
 
 class Qmp:
-    """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data. `version` is
-    what its greeting says, such as "7.2.0"; empty where it says none."""
+    """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data; it can be
+    replaced. `version` is what its greeting says, such as "7.2.0"; empty where it says none."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, on_event: Event) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: socket.socket, on_event: Event
+    ) -> None:
+        self.on_event = on_event
         self._reader = reader
         self._writer = writer
-        self._on_event = on_event
+        self._socket = own  # another descriptor of the writer's: asyncio sends no descriptors
         self.version = ""
         self._lock = asyncio.Lock()
         self._id = 0
@@ -52,7 +55,8 @@ class Qmp:
         try:
             async with asyncio.timeout(timeout):
                 reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_MAX)
-                client = cls(reader, writer, on_event)
+                own = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+                client = cls(reader, writer, own, on_event)
                 try:
                     greeting = await client._line()
                     if "QMP" not in greeting:
@@ -77,7 +81,7 @@ class Qmp:
         timeout: float = 30.0,
         descriptors: Sequence[int] = (),
     ) -> Any:  # what a command returns differs from command to command
-        """Run one command and return what it answers; copies of `descriptors` go with it. Raises `QmpError`."""
+        """Run one command and return what it answers. QEMU gets duplicates of `descriptors`. Raises `QmpError`."""
         async with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -96,17 +100,6 @@ class Qmp:
             finally:
                 self._waiting = None
 
-    async def _send(self, line: bytes, descriptors: Sequence[int]) -> None:
-        if descriptors:
-            if self._writer.transport.get_write_buffer_size():
-                raise QmpError("QEMU has not read what it was sent before")
-            # Past the transport, which cannot send them.
-            with socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno())) as peer:
-                socket.send_fds(peer, [line], descriptors)
-            return
-        self._writer.write(line)
-        await self._writer.drain()
-
     async def close(self) -> None:
         """Idempotent."""
         self._fail(QmpError("the connection to QEMU was closed"))
@@ -114,9 +107,19 @@ class Qmp:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
+        self._socket.close()
         self._writer.close()
         with suppress(OSError):
             await self._writer.wait_closed()
+
+    async def _send(self, line: bytes, descriptors: Sequence[int]) -> None:
+        if descriptors:
+            if self._writer.transport.get_write_buffer_size():
+                raise QmpError("QEMU has not read what it was sent before")
+            sent = socket.send_fds(self._socket, [line], list(descriptors))
+            line = line[sent:]
+        self._writer.write(line)
+        await self._writer.drain()
 
     async def _line(self) -> dict[str, Any]:
         try:
@@ -140,7 +143,7 @@ class Qmp:
     def _take(self, message: Mapping[str, Any]) -> None:
         if "event" in message:
             data = message.get("data")
-            self._on_event(str(message["event"]), data if isinstance(data, dict) else {})
+            self.on_event(str(message["event"]), data if isinstance(data, dict) else {})
             return
         if self._waiting is None or message.get("id") != self._waiting[0] or self._waiting[1].done():
             return  # of a command that was given up

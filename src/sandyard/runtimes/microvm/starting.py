@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,21 +11,22 @@ from sandyard.config import Settings
 from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.container.cgroups import Cgroups
+from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.microvm import conf
-from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups
+from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.disks import KEPT, Disks
 from sandyard.runtimes.microvm.images import image_of
+from sandyard.runtimes.microvm.kind import Kind
 from sandyard.runtimes.microvm.launch import SHARED, VmStart, listen, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
-from sandyard.runtimes.microvm.machine import Drive, Machine
+from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.memory.image import chain_of, is_blank
 from sandyard.runtimes.microvm.qcow2 import Image
 from sandyard.runtimes.microvm.record import save_below, save_running
 
 LAYER_FILES_MAX = 16
 CONF = "conf.img"
-_CONF_DRIVE = Drive("conf", SHARED / KEPT / CONF, "raw")
 
 
 class Starter:
@@ -57,13 +57,13 @@ class Starter:
             disks.prune(ended=True)
             if not disks.writable():
                 disks.add()
-            self._write(disks.kept / CONF, content)
-            drives, shared = self._drives(spec, files)
+            write_conf(disks.kept, content)
+            drives, shared = self.drives(spec)
         except (SandboxError, OSError) as error:
             raise CreateFailed("disk", str(error)) from error
         except ValueError as error:
             raise CreateFailed("spec", str(error)) from error
-        return self._run(choice, spec, drives, shared, tap or spec.network is not None)
+        return self._run(self.kind(choice, spec, tap=tap), spec, drives, shared)
 
     def start_incoming(
         self, choice: Choice, spec: SandboxSpec, memory: str, blank_conf: int, descriptors: Sequence[int]
@@ -73,13 +73,13 @@ class Starter:
         read at its boot.
 
         Raises `CreateFailed`; what was made until then is left."""
-        _, files = split_layers(spec.rootfs.layers)
         try:
-            self._write(self._layout.kept(spec.sandbox_id) / CONF, bytes(blank_conf))
-            drives, shared = self._drives(spec, files)
+            write_conf(self._layout.kept(spec.sandbox_id), bytes(blank_conf))
+            remove_tree(self._layout.given(spec.sandbox_id))  # of the VMM it had before
+            drives, shared = self.drives(spec)
         except (SandboxError, OSError) as error:
             raise CreateFailed("disk", str(error)) from error
-        return self._run(choice, spec, drives, shared, spec.network is not None, memory, descriptors)
+        return self._run(self.kind(choice, spec), spec, drives, shared, memory, descriptors)
 
     def start_probe(self, choice: Choice, sandbox_id: str, layer: Path) -> int:
         """Start a guest that mounts nothing and answers; its pid."""
@@ -87,8 +87,36 @@ class Starter:
         spec = SandboxSpec(sandbox_id, Rootfs([layer]), Resources(memory_mb=64))
         disks = Disks(self._layout, spec)
         disks.prepare()
-        self._write(disks.kept / CONF, conf.PROBE)
-        return self._run(choice, spec, [_CONF_DRIVE], {KEPT: disks.kept}, False)
+        write_conf(disks.kept, conf.PROBE)
+        return self._run(self.kind(choice, spec), spec, [_conf_drive(SHARED)], {KEPT: disks.kept})
+
+    def kind(self, choice: Choice, spec: SandboxSpec, *, tap: bool = False) -> Kind:
+        """Of the VMM of such a sandbox. Raises `CreateFailed`."""
+        _, files = split_layers(spec.rootfs.layers)
+        own, cpu = self._settings.microvm, spec.resources.cpu
+        return Kind(choice, self.memory_mb(spec), own.overhead_mb, cpu, tap or spec.network is not None, len(files))
+
+    def drives(self, spec: SandboxSpec, root: Path = SHARED) -> tuple[list[Drive], dict[str, Path]]:
+        """Of a guest on its disk and its committed layers; and, by names below `root`, what its VMM gets to see of the
+        host's files and directories. Raises `SandboxError`."""
+        disks = Disks(self._layout, spec)
+        *below, top = disks.images(root=root)
+        shared = {"base": self._layout.block(spec.sandbox_id), KEPT: disks.kept}
+        drives = [_conf_drive(root), Drive("base", root / "base", "raw")]
+        drives.append(Drive("disk", top.path, "qcow2", writable=True, below=below))
+        for number, layer in enumerate(split_layers(spec.rootfs.layers)[1]):
+            images = []
+            for place, path in enumerate(chain_of(layer)):
+                name = f"layer{number}-{place}"
+                shared[name] = path
+                images.append(Image(root / name, "raw" if is_blank(path, layer) else "qcow2"))
+            drives.append(Drive(f"layer{number}", images[-1].path, "qcow2", below=images[:-1]))
+        return drives, shared
+
+    def gate(self) -> str:
+        """The address of the host's end of a sandbox's interface."""
+        subnet = self._settings.network.subnet
+        return f"{subnet[1]}/{subnet.prefixlen}"
 
     def plan(
         self,
@@ -100,17 +128,20 @@ class Starter:
         tap: bool = False,
         tool: bool = False,
     ) -> VmStart:
-        """What a process of this sandbox on the host is confined to. `tool`: it is not its VMM."""
-        sandbox_id, subnet = spec.sandbox_id, self._settings.network.subnet
+        """What a process of this sandbox on the host is confined to, which its images belong to from here on. `tool`:
+        it is not its VMM. Raises `OSError`."""
+        sandbox_id = spec.sandbox_id
+        uid = self._layout.uid(sandbox_id)
+        Disks(self._layout, spec).hand_to(uid)
         return VmStart(
             own=self._layout.disk(sandbox_id),
-            uid=self._layout.uid(sandbox_id),
+            uid=uid,
             groups=groups,
             shared=shared,
             log=self._layout.home(sandbox_id) / ("tool.log" if tool else "vmm.log"),
             device=device,
             network=None if tool else spec.network,  # a tool needs none
-            gate=f"{subnet[1]}/{subnet.prefixlen}" if tap else "",
+            gate=self.gate() if tap else "",
         )
 
     def memory_mb(self, spec: SandboxSpec) -> int:
@@ -119,82 +150,50 @@ class Starter:
 
     def make_own(self, sandbox_id: str) -> None:
         """Make the directory of its VMM. Raises `CreateFailed`."""
-        own, uid = self._layout.disk(sandbox_id), self._layout.uid(sandbox_id)
+        own, uid = self._layout.disk(sandbox_id), self._layout.new_uid(sandbox_id)
         try:
             own.mkdir(mode=0o700)
             os.chown(own, uid, uid)
         except OSError as error:
             raise CreateFailed("disk", f"{own}: {error.strerror}") from error
 
-    def _drives(self, spec: SandboxSpec, files: Sequence[Path]) -> tuple[list[Drive], dict[str, Path]]:
-        """Of a guest on its disk and the committed layers `files`; and what its VMM gets to see of the host's files.
-        Raises `SandboxError`."""
-        disks = Disks(self._layout, spec)
-        *below, top = disks.images()
-        shared = {"base": self._layout.block(spec.sandbox_id), KEPT: disks.kept}
-        drives = [_CONF_DRIVE, Drive("base", SHARED / "base", "raw")]
-        drives.append(Drive("disk", top.path, "qcow2", writable=True, below=below))
-        for number, layer in enumerate(files):
-            images = []
-            for place, path in enumerate(chain_of(layer)):
-                name = f"layer{number}-{place}"
-                shared[name] = path
-                images.append(Image(SHARED / name, "raw" if is_blank(path, layer) else "qcow2"))
-            drives.append(Drive(f"layer{number}", images[-1].path, "qcow2", below=images[:-1]))
-        return drives, shared
-
-    @staticmethod
-    def _write(path: Path, content: bytes) -> None:
-        path.unlink(missing_ok=True)  # never through a link that its VMM may have put there
-        with open(path, "xb") as file:
-            file.write(content)
-        path.chmod(0o444)
-
     def _run(
         self,
-        choice: Choice,
+        kind: Kind,
         spec: SandboxSpec,
-        drives: Sequence[Drive],
+        disks: Sequence[Drive],
         shared: dict[str, Path],
-        tap: bool,
         memory: str = "",
         incoming: Sequence[int] = (),
     ) -> int:
         sandbox_id, home = spec.sandbox_id, self._layout.home(spec.sandbox_id)
-        memory_mb = self.memory_mb(spec)
-        limit = (memory_mb + self._settings.microvm.overhead_mb) << 20
-        groups = make_groups(self._cgroups, sandbox_id, VmLimits(limit, spec.resources.cpu))
-        shared = {"kernel": choice.assets.kernel, "initrd": choice.assets.initrd, **shared}
-        device = "kvm" if choice.accel == "kvm" else ""
+        groups = make_groups(self._cgroups, sandbox_id, kind.limits)
         with ExitStack() as stack:
             try:
                 home.mkdir(mode=0o700)
                 save_below(home, memory)
                 agent_fd = listen(stack, self._layout.agent_socket(sandbox_id))
                 qmp_fd = listen(stack, self._layout.qmp_socket(sandbox_id))
+                plan = self.plan(spec, groups, {**kind.shared, **shared}, kind.device, tap=kind.tap)
             except OSError as error:
                 raise CreateFailed("sockets", f"{home}: {error}") from error
-            machine = Machine(
-                binary=choice.engine.path,
-                accel=choice.accel,
-                kernel=SHARED / "kernel",
-                initrd=SHARED / "initrd",
-                memory_mb=memory_mb,
-                vcpus=vcpus(spec),
-                agent_fd=agent_fd,
-                qmp_fd=qmp_fd,
-                drives=drives,
-                tap=tap,
-                incoming=bool(incoming),
-            )
-            plan = self.plan(spec, groups, shared, device, tap=tap)
-            pid = start_vmm(plan, machine.command(), (agent_fd, qmp_fd, *incoming))
+            command = kind.machine(disks, agent_fd, qmp_fd, incoming=bool(incoming)).command()
+            pid = start_vmm(plan, command, (agent_fd, qmp_fd, *incoming))
         save_running(home, spec, pid)
         return pid
 
 
-def vcpus(spec: SandboxSpec) -> int:
-    return max(1, math.ceil(spec.resources.cpu))
+def write_conf(home: Path, content: bytes) -> None:
+    """Write the disk with a guest's configuration in the directory `home`. Raises `OSError`."""
+    path = home / CONF
+    path.unlink(missing_ok=True)
+    with open(path, "xb") as file:
+        file.write(content)
+    path.chmod(0o444)
+
+
+def _conf_drive(root: Path) -> Drive:
+    return Drive("conf", root / KEPT / CONF, "raw")
 
 
 def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:

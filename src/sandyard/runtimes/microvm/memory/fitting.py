@@ -12,9 +12,10 @@ from sandyard.runtimes.container.layout import read_json, write_json
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.images import image_of
+from sandyard.runtimes.microvm.kind import vcpus
 from sandyard.runtimes.microvm.machine import DEVICES, cpu_model, machine_type
 from sandyard.runtimes.microvm.memory.image import Fit
-from sandyard.runtimes.microvm.starting import split_layers, vcpus
+from sandyard.runtimes.microvm.starting import split_layers
 
 _UUID_AT = 1024 + 0x68  # in an ext4 file system
 _FIT = "fit.json"
@@ -30,7 +31,7 @@ def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
         cpu=f"{cpu_model(choice.accel)}{f' ({_host_cpu()})' if choice.accel == 'kvm' else ''}",
         engine=choice.engine.version,
         kernel=f"{choice.assets.version} {choice.assets.digest}",
-        vcpus=vcpus(spec),
+        vcpus=vcpus(spec.resources.cpu),
         memory_mb=host.starter.memory_mb(spec),
         disk_mb=spec.resources.disk_mb,
         network=spec.network is not None,

@@ -7,32 +7,40 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from io import FileIO
 from pathlib import Path
+
+import structlog
 
 from sandyard.errors import AgentLinkError, CreateFailed, GuestError, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.chain import Piece, overlay
 from sandyard.runtimes.deltas.extents import extents
-from sandyard.runtimes.finishing import ended
+from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.claim import claimed
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.kind import Kind
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import Checker
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
+from sandyard.runtimes.microvm.memory.opened import STATE, Opened, opened, take_back
 from sandyard.runtimes.microvm.memory.pagemap import PAGE
 from sandyard.runtimes.microvm.memory.pages import Region, find_region
 from sandyard.runtimes.microvm.memory.sharing import give
+from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_region
+from sandyard.runtimes.microvm.spare import Spare
+
+log = structlog.get_logger("sandyard.microvm")
 
 _MAPPED_PAGES = 8  # fewer are copied: a mapping costs more
 _MAPPINGS_MAX = 16384
@@ -83,26 +91,72 @@ class Restorer:
     async def start(self, choice: Choice, spec: SandboxSpec, name: Path, manifest: Manifest) -> MicroVMInstance:
         """Start the sandbox on its disk with its image `name`: its agent answers, the kernel has time and seed, and
         nothing else runs. Raises `CreateFailed`; what was made is left."""
-        with ExitStack() as stack:
-            paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
-            files = [stack.enter_context(FileIO(path)).fileno() for path in paths]
-            starter, conf_bytes = self._host.starter, manifest.conf_bytes
-            pid = await ended(lambda: starter.start_incoming(choice, spec, name.name, conf_bytes, files))
-            instance = self._bring_up.hold(spec, pid)
-            self._host.instances[spec.sandbox_id] = instance
-            await self._bring_up.control(instance, choice)
+        kind = self._host.starter.kind(choice, spec)
+        with self._host.spares.start():
+            instance = await self._by_spare(kind, spec, name, manifest)
+            if instance is None:
+                with opened(name, manifest) as memory:
+                    instance = await self._by_new(choice, spec, memory)
+            await self._bring_up.relink(instance, choice)
             try:
-                await ended(self._fill, spec.sandbox_id, pid, manifest, paths[2:], files[1:])
-                await self._load(instance, files[0])
-                await instance.control.execute("cont")
-            except (SandboxError, OSError) as error:
-                raise CreateFailed("restore", f"{error}: {self._host.said(spec.sandbox_id)}") from error
-        await self._bring_up.relink(instance, choice)
+                await identify(instance, secrets.token_bytes(64))
+                await instance.agent.freeze(False, processes=True)
+            except (AgentLinkError, GuestError) as error:
+                raise CreateFailed("agent", error.message) from error
+        self._host.spares.want(kind)
+        return instance
+
+    async def _by_spare(self, kind: Kind, spec: SandboxSpec, name: Path, manifest: Manifest) -> MicroVMInstance | None:
+        """With a VMM that stands ready; None where there is none, or it comes to nothing."""
+        spare = self._host.spares.take(kind)
+        if spare is None:
+            return None
+        sandbox_id, claim = spec.sandbox_id, claimed(self._host, spare, spec, name.name, manifest.conf_bytes)
         try:
-            await identify(instance, secrets.token_bytes(64))
-            await instance.agent.freeze(False, processes=True)
-        except (AgentLinkError, GuestError) as error:
-            raise CreateFailed("agent", error.message) from error
+            with opened(name, manifest) as memory:
+                async with claim as vmm:
+                    instance = self._hold(spec, vmm.pid)
+                    await self._bring_up.control(instance, kind.choice, vmm.control)
+                    numbers = await memory.send(vmm.control)
+                    await ended(self._fill, sandbox_id, vmm.pid, memory, numbers)
+                    await self._load(instance, STATE)
+                    await vmm.settled
+                    await instance.control.execute("cont")
+        except (SandboxError, OSError) as error:
+            said = {"sandbox": sandbox_id, "error": str(error)}
+            log.warning("a VMM that stood ready was of no use: another one is started", **said)
+            await finish(self._host.spares.end(spare))
+            await finish(self._host.end(sandbox_id))
+            return None
+        except BaseException:
+            await finish(self._host.spares.end(spare))
+            raise
+        self._host.spares.later(self._tidy(spare, vmm.control))
+        return instance
+
+    async def _tidy(self, spare: Spare, control: Qmp) -> None:
+        with suppress(SandboxError):  # it may have ended
+            await take_back(control)
+        await self._host.spares.end(spare)
+
+    async def _by_new(self, choice: Choice, spec: SandboxSpec, memory: Opened) -> MicroVMInstance:
+        starter, name, files = self._host.starter, memory.name.name, memory.ram
+        pid = await ended(
+            lambda: starter.start_incoming(choice, spec, name, memory.manifest.conf_bytes, [memory.state, *files])
+        )
+        instance = self._hold(spec, pid)
+        await self._bring_up.control(instance, choice)
+        try:
+            await ended(lambda: self._fill(spec.sandbox_id, pid, memory, files, done_with=files))
+            await self._load(instance, str(memory.state))
+            await instance.control.execute("cont")
+        except (SandboxError, OSError) as error:
+            raise CreateFailed("restore", f"{error}: {self._host.said(spec.sandbox_id)}") from error
+        return instance
+
+    def _hold(self, spec: SandboxSpec, pid: int) -> MicroVMInstance:
+        instance = self._bring_up.hold(spec, pid)
+        self._host.instances[spec.sandbox_id] = instance
         return instance
 
     async def _introduce(self, instance: MicroVMInstance, spec: SandboxSpec) -> None:
@@ -131,16 +185,17 @@ class Restorer:
             raise CreateFailed("disk", str(error)) from error
 
     def _fill(
-        self, sandbox_id: str, pid: int, manifest: Manifest, pages: Sequence[Path], descriptors: Sequence[int]
+        self, sandbox_id: str, pid: int, memory: Opened, numbers: Sequence[int], done_with: Sequence[int] = ()
     ) -> None:
+        """`numbers`: those that the files have in the VMM, of which it is to close `done_with`."""
+        home, manifest = self._host.layout.home(sandbox_id), memory.manifest
         region = find_region(pid, manifest.ram_bytes)
-        home = self._host.layout.home(sandbox_id)
         save_region(home, region.start)
         save_fit(home, manifest.fit)
-        _fill(region, pages, descriptors)
+        _fill(region, image.pages_of(memory.name, manifest), memory.ram[0], numbers, done_with)
 
-    async def _load(self, instance: MicroVMInstance, state: int) -> None:
-        """Give it its devices. Raises `SandboxError`."""
+    async def _load(self, instance: MicroVMInstance, state: str) -> None:
+        """Give it its devices, from the descriptor that it knows as `state`. Raises `SandboxError`."""
         await instance.control.execute("migrate-incoming", {"uri": f"fd:{state}"})
         deadline = time.monotonic() + _LOAD_TIMEOUT
         while time.monotonic() < deadline:
@@ -153,9 +208,12 @@ class Restorer:
         raise SandboxError(f"QEMU did not load the device state within {_LOAD_TIMEOUT:g} s")
 
 
-def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> None:
-    """Give a VMM the RAM of its guest: the file of the first descriptor, above it the deltas of the others."""
-    mappings = [Mapping(region.start, region.size, descriptors[0]), *holes(region, descriptors[0])]
+def _fill(
+    region: Region, pages: Sequence[Path], ram: int, descriptors: Sequence[int], done_with: Sequence[int]
+) -> None:
+    """Give a VMM the RAM of its guest: the file of the first of its `descriptors`, which is `ram` here, above it the
+    deltas of the others."""
+    mappings = [Mapping(region.start, region.size, descriptors[0]), *holes(region, ram)]
     with ExitStack() as stack:
         deltas = [stack.enter_context(Delta(path)) for path in pages]
         numbers = dict(zip(deltas, descriptors[1:], strict=True))
@@ -165,7 +223,7 @@ def _fill(region: Region, pages: Sequence[Path], descriptors: Sequence[int]) -> 
             least *= 2
         big = [piece for piece in pieces if piece.end - piece.first >= least]
         mappings += _joined(_mapping(region, piece, numbers[piece.delta]) for piece in big)
-        map_over(region.pid, mappings, descriptors)
+        map_over(region.pid, mappings, done_with)
         _copy(region, [piece for piece in pieces if piece.end - piece.first < least])
 
 
