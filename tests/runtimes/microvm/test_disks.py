@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from sandyard.config import PathSettings, Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import disk
+from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups, tool_group
 from sandyard.runtimes.microvm.disks import BLANK, Disks
+from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.qcow2 import Image, header_of, nested
@@ -147,7 +150,8 @@ def test_an_image_that_is_gone_is_named(disks: Disks) -> None:
 
 def test_what_a_killed_server_left_goes(disks: Disks) -> None:
     disks.add()
-    (disks.own / "layer-12ab").write_bytes(b"half")
+    for name in ("layer-12ab", "state-12ab"):
+        (disks.own / name).write_bytes(b"half")
     disks.keep(0, ended=False)
     (disks.kept / ".scratch").write_bytes(b"half")
     disks.sweep()
@@ -258,6 +262,21 @@ def opened_by_qemu(drive: Drive) -> set[Path]:
         if isinstance((answer := json.loads(line)).get("return"), list)
     ]
     return {Path(node["file"]) for node in nodes_found if node["drv"] == "file"}
+
+
+def test_a_tool_ends_with_its_sandbox_also_that_of_a_killed_server(tmp_path: Path) -> None:
+    host = Host(Settings(paths=PathSettings(state=tmp_path / "state", run=tmp_path / "run")))
+    groups = make_groups(host.cgroups, tool_group("one"), VmLimits(64 << 20, 1.0))
+    assert host.ids() == set()  # it is no sandbox
+    with subprocess.Popen(["sleep", "600"]) as tool:
+        for group in groups:
+            (group / "cgroup.procs").write_text(str(tool.pid))
+        assert host.cgroups.pids(tool_group("one")) == {tool.pid}
+        host.end_tools("one")
+        assert tool.wait(timeout=20) == -signal.SIGKILL
+    assert not any(group.exists() for group in groups)
+    host.end_tools("one")
+    host.cgroups.remove_parent()
 
 
 def test_a_digest_is_of_what_a_file_says_not_of_where_it_has_holes(tmp_path: Path) -> None:

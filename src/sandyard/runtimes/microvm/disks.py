@@ -192,8 +192,8 @@ class Disks:
 
     @_of_the_host
     def sweep(self) -> None:
-        """Remove what a server left that was killed while it copied, or while a tool wrote."""
-        for path in (*self.own.glob(f"{LEFT}*"), *self.kept.glob(".*")):
+        """Remove what a server left that was killed while it copied, or while a tool or the VMM wrote for it."""
+        for path in (*self.own.glob(f"{LEFT}*"), *self.own.glob("state-*"), *self.kept.glob(".*")):
             path.unlink(missing_ok=True)
 
     @_of_the_host

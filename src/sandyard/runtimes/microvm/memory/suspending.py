@@ -96,9 +96,10 @@ class Suspending:
             raise
 
     async def _shorten(self, record: Suspended) -> None:
-        """Make its disk one image again where it has become too long a chain of them: it never ran for long."""
+        """Let its disk take no more than it needs, and be one image again where it never ran for long enough."""
         disks, number = Disks(self._host.layout, record.spec), record.disk + 1
         try:
+            await ended(lambda: disks.prune(ended=True))
             if await ended(disks.depth) < MOST:
                 return
             await commits.commit_halted(self._host, record.spec, disks.kept / disk.image(number), record.disk)
