@@ -50,8 +50,10 @@ class Pace:
 
 
 class Compactor:
-    """`trust` is told of what was written. An image is not to be removed, nor to be opened by the names of its files,
-    while it is waiting here (`leave`); it may be shared and checked, by `image.settled`."""
+    """`trust` is told of an image whose topmost pages were written anew.
+
+    An image of a sandbox is not to be removed, nor opened by the names of its files, while it is waiting here
+    (`leave`). It may be shared and checked, by `image.settled`, and the files of a layer may be removed."""
 
     def __init__(self, trust: Callable[[Path, Manifest], None]) -> None:
         self._trust = trust
@@ -106,6 +108,7 @@ class Compactor:
     async def _compact(self, pool: ThreadPoolExecutor, name: Path, floor: int) -> None:
         pace = Pace()
         job = asyncio.get_running_loop().run_in_executor(pool, compact, name, floor, pace)
+        job.add_done_callback(lambda done: done.exception())  # seen, also where nobody waits for it any more
         self._now = (name, pace, job)
         try:
             made = await asyncio.shield(job)
