@@ -74,6 +74,10 @@ class Checker:
         for path, digest, _ in _files(name, manifest):
             self._remember(_key(path, digest))
 
+    def trust_last(self, name: Path, manifest: Manifest) -> None:
+        """`trust`, of the topmost pages only. Blocking. Raises `OSError`."""
+        self._remember(_key(pages_of(name, manifest)[-1], manifest.pages[-1]))
+
     def _remember(self, key: tuple[int, int, int, int, str]) -> None:
         self._whole.pop(key, None)
         self._whole[key] = None

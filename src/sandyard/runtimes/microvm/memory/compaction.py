@@ -50,8 +50,10 @@ class Pace:
 
 
 class Compactor:
-    """`trust` is told of what was written. An image is not to be removed, nor to be opened by the names of its files,
-    while it is waiting here (`leave`); it may be shared and checked, by `image.settled`."""
+    """`trust` is told of an image whose topmost pages were written anew.
+
+    An image of a sandbox is not to be removed, nor opened by the names of its files, while it is waiting here
+    (`leave`). It may be shared and checked, by `image.settled`, and the files of a layer may be removed."""
 
     def __init__(self, trust: Callable[[Path, Manifest], None]) -> None:
         self._trust = trust
@@ -65,7 +67,7 @@ class Compactor:
         if self._closed:
             return
         self._waiting[name] = floor
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work())
 
     async def leave(self, home: Path) -> None:
@@ -79,7 +81,7 @@ class Compactor:
 
     async def idle(self) -> None:
         """Wait until nothing is left to do."""
-        while self._task is not None:
+        while self._task is not None and not self._task.done():
             await asyncio.wait((self._task,))
 
     async def close(self) -> None:
@@ -97,7 +99,6 @@ class Compactor:
                 name = next(iter(self._waiting))
                 await self._compact(pool, name, self._waiting.pop(name))
         finally:
-            self._task = None
             if self._now is not None:
                 self._now[1].stop()
                 self._now = None
@@ -106,6 +107,7 @@ class Compactor:
     async def _compact(self, pool: ThreadPoolExecutor, name: Path, floor: int) -> None:
         pace = Pace()
         job = asyncio.get_running_loop().run_in_executor(pool, compact, name, floor, pace)
+        job.add_done_callback(_seen)
         self._now = (name, pace, job)
         try:
             made = await asyncio.shield(job)
@@ -120,3 +122,9 @@ class Compactor:
             if name.with_name(f"{name.name}.memory").exists():
                 log.warning("memory stays in many parts", image=str(name), error=str(error))
         self._now = None
+
+
+def _seen(job: asyncio.Future[Manifest | None]) -> None:
+    """What it failed with is no news, also where nobody waits for it any more."""
+    if not job.cancelled():
+        job.exception()

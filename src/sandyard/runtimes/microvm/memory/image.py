@@ -181,11 +181,10 @@ def save(name: Path, manifest: Manifest, *, durable: bool) -> None:
 def save_again(name: Path, manifest: Manifest) -> None:
     """Put another manifest in the place of the one there is. Raises `FileNotFoundError` where somebody removed that:
     the image is gone, and stays so; `OSError`."""
-    scratch = _write(name, manifest, True)
     try:
-        put_in_place(scratch, part(name, "memory"))
+        put_in_place(_write(name, manifest, True), part(name, "memory"))
     finally:
-        scratch.unlink(missing_ok=True)
+        part(name, "memory.part").unlink(missing_ok=True)
     sync(name.parent)
 
 

@@ -33,7 +33,7 @@ class Keeping:
         self._bring_up = bring_up
         self._restorer = Restorer(host, bring_up)
         self._bases = Bases(host, bring_up, self._restorer)
-        self._compactor = Compactor(self._restorer.trust)
+        self._compactor = Compactor(self._restorer.trust_last)
         self.suspending = Suspending(host, self._restorer, self._compactor)
 
     async def create(self, choice: Choice, spec: SandboxSpec) -> MicroVMInstance:

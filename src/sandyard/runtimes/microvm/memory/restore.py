@@ -65,6 +65,10 @@ class Restorer:
         """It was written just now. Blocking. Raises `OSError`."""
         self._checker.trust(name, manifest)
 
+    def trust_last(self, name: Path, manifest: Manifest) -> None:
+        """Its topmost pages were written just now. Blocking. Raises `OSError`."""
+        self._checker.trust_last(name, manifest)
+
     async def fitting(self, choice: Choice, spec: SandboxSpec, name: Path) -> Manifest:
         """The manifest of an image that fits. Raises `CreateFailed("snapshot")`; nothing was touched."""
 
