@@ -37,6 +37,8 @@ if [[ ,$extras, == *,dev,* ]]; then
   for tool in docker-registry buildah skopeo umoci; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
+  # Later versions of buildah do nothing without it, of whatever use it is.
+  [[ " ${missing[*]} " != *" buildah "* ]] || missing+=(netavark)
   command -v busybox >/dev/null || missing+=(busybox-static)
   command -v nft >/dev/null || [ -x /usr/sbin/nft ] || missing+=(nftables)
   command -v ip >/dev/null || [ -x /usr/sbin/ip ] || missing+=(iproute2)

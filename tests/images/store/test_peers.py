@@ -70,7 +70,9 @@ def merged(trees: list[Path], home: Path) -> Iterator[Path]:
     empty.mkdir()
     mount.mkdir()
     below = ":".join(map(str, [*trees, empty]))
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", f"ro,lowerdir={below}", mount], check=True)
+    environ = {**os.environ, "LIBMOUNT_FORCE_MOUNT2": "always"}  # else mount(8) takes short options only
+    command = ["mount", "-t", "overlay", "overlay", "-o", f"ro,lowerdir={below}", str(mount)]
+    subprocess.run(command, check=True, env=environ)
     try:
         yield mount
     finally:

@@ -15,7 +15,7 @@ from sandyard.errors import CreateFailed, HostError
 from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import conf
 from sandyard.runtimes.microvm.cpio import Cpio
-from sandyard.runtimes.microvm.images import sweep
+from sandyard.runtimes.microvm.images import image_of, sweep
 from sandyard.runtimes.microvm.machine import Drive, Machine
 from sandyard.runtimes.microvm.memory.pages import Region
 from sandyard.runtimes.microvm.memory.restore import holes
@@ -163,3 +163,19 @@ def test_images_of_layers_that_are_gone_go_too(tmp_path: Path) -> None:
     (images / "half.json").write_text("[")
     sweep(images)
     assert sorted(path.name for path in images.iterdir()) == [".other.making", "blank-64.img", "used.img", "used.json"]
+
+
+@pytest.mark.root
+def test_layers_of_long_names_become_one_image(tmp_path: Path) -> None:
+    store, layers = tmp_path / "store", [tmp_path / f"{number}-{'x' * 200}" for number in range(3)]
+    store.mkdir()
+    for layer in layers:
+        layer.mkdir(mode=0o755)
+        (layer / "who").write_text(layer.name)
+        (layer / layer.name[0]).write_text("")
+    made = image_of(layers, store, 1 << 20)
+    command = ["debugfs", "-R", "cat /who", str(made)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said == layers[0].name
+    listing = subprocess.run([*command[:2], "ls -p /", command[3]], capture_output=True, text=True, check=True).stdout
+    assert {"0", "1", "2"} <= {line.split("/")[5] for line in listing.splitlines() if line}

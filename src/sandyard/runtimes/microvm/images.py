@@ -24,6 +24,8 @@ ID_COUNT = 65536
 _MIB = 1 << 20
 _TIMEOUT = 1800.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# mount(8) of util-linux 2.39 and later hands options over one by one, of 255 characters at most: too few for layers.
+_ENV = {"PATH": _PATH, "LIBMOUNT_FORCE_MOUNT2": "always"}
 # Run by a fresh interpreter: waits in a new user namespace until its maps are written, then becomes the command.
 _ENTER = """
 import ctypes, os, sys
@@ -131,7 +133,7 @@ def _in_namespaces(layers: Sequence[Path], command: Sequence[str], descriptor: i
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=(descriptor,),
-        env={"PATH": _PATH},
+        env=_ENV,
     ) as process:
         try:
             assert process.stdout is not None  # asked for above
