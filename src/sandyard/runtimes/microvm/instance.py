@@ -287,6 +287,5 @@ def _death_of(how: str, console: str) -> Death:
     if panic is not None:
         reason = DeathReason.OOM if "Out of memory" in panic or "out of memory" in panic else DeathReason.CRASHED
         return Death(reason, panic[-300:])
-    return Death(
-        DeathReason.CRASHED, f"the guest ended: {printable(how)}" + (f" ({lines[-1][-200:]})" if lines else "")
-    )
+    last = f" ({lines[-1][-200:]})" if lines else ""
+    return Death(DeathReason.CRASHED, f"the guest ended: {printable(how)}{last}")
