@@ -17,7 +17,7 @@ from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.kind import Kind
-from sandyard.runtimes.microvm.launch import GIVEN, move_tap
+from sandyard.runtimes.microvm.launch import move_tap
 from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_below, save_running
@@ -47,7 +47,7 @@ async def claimed(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blan
     assert spare.pid  # 0 is this process to a control group
     settling = asyncio.ensure_future(ended(_give_place, host, spare.pid, spare.kind, spec))  # the kernel takes its time
     try:
-        await _give_disks(spare.control, drives(host.layout.disk(spec.sandbox_id), spare.kind.layers, GIVEN))
+        await _give_disks(spare.control, drives(host.layout.disk(spec.sandbox_id), spare.kind.layers))
         await ended(save_running, host.layout.home(spec.sandbox_id), spec, spare.pid)
         pid, control = spare.hand_over()
         yield Claimed(pid, control, settling)
@@ -82,7 +82,8 @@ def _give_place(host: Host, pid: int, kind: Kind, spec: SandboxSpec) -> None:
 async def _give_disks(control: Qmp, disks: Sequence[Drive]) -> None:
     """What stood in their places stays, which costs nothing."""
     for each in disks:
-        await control.execute("blockdev-add", each.opened())
+        for node in each.nodes():
+            await control.execute("blockdev-add", node)
         device = {"path": f"/machine/peripheral/{each.device}", "property": "drive"}
         await control.execute("qom-set", {**device, "value": each.node})
 

@@ -46,14 +46,15 @@ class Drive:
     def node(self) -> str:
         return self.serial
 
-    def opened(self) -> Mapping[str, Any]:
-        """As `blockdev-add` takes it."""
-        options = {"read-only": not self.writable, "cache": {"direct": False, "no-flush": False}}
+    def nodes(self) -> Sequence[Mapping[str, Any]]:
+        """What QEMU is to open, as `blockdev-add` takes it, each after what it stands on; the last is `node`."""
+        below = f"file-{self.serial}"
+        common: dict[str, Any] = {"read-only": not self.writable, "cache": {"direct": False, "no-flush": False}}
         if self.writable:
-            options["discard"] = "unmap"
-        file = {"driver": "file", "filename": str(self.path), "node-name": f"file-{self.serial}", **options}
+            common["discard"] = "unmap"
+        file = {"driver": "file", "filename": str(self.path), "node-name": below, **common}
         zeroes = {"detect-zeroes": "unmap"} if self.writable else {}
-        return {"driver": self.format, "node-name": self.node, "file": file, **options, **zeroes}
+        return file, {"driver": self.format, "node-name": self.node, "file": below, **common, **zeroes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ class Absent:
     def node(self) -> str:
         return f"absent-{self.serial}"
 
-    def opened(self) -> Mapping[str, Any]:
-        return {"driver": "null-co", "node-name": self.node, "read-zeroes": True, "read-only": not self.writable}
+    def nodes(self) -> Sequence[Mapping[str, Any]]:
+        return ({"driver": "null-co", "node-name": self.node, "read-zeroes": True, "read-only": not self.writable},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,8 @@ class Machine:
 
     def _drive(self, drive: Drive | Absent) -> Sequence[str]:
         device = f"virtio-blk-{self._bus},drive={drive.node},serial={drive.serial},id={drive.device}"
-        return ("-blockdev", json.dumps(drive.opened()), "-device", device)
+        nodes = (part for node in drive.nodes() for part in ("-blockdev", json.dumps(node)))
+        return (*nodes, "-device", device)
 
     def _network(self) -> Sequence[str]:
         if not self.tap:

@@ -169,11 +169,11 @@ def write_conf(own: Path, content: bytes) -> None:
     path.chmod(0o444)
 
 
-def drives(own: Path, layers: int, shared: Path = SHARED) -> list[Drive]:
-    """The disks of a guest whose VMM has the directory `own`, and what is not its own in `shared`."""
-    found = [Drive("conf", OWN / CONF, "raw"), Drive("base", shared / "base", "raw")]
+def drives(own: Path, layers: int) -> list[Drive]:
+    """The disks of a guest whose VMM has the directory `own`."""
+    found = [Drive("conf", OWN / CONF, "raw"), Drive("base", SHARED / "base", "raw")]
     found.append(Drive("disk", OWN / disk.image(disk.top(own)), "qcow2", writable=True))
-    return found + [Drive(f"layer{number}", shared / f"layer{number}", "qcow2") for number in range(layers)]
+    return found + [Drive(f"layer{number}", SHARED / f"layer{number}", "qcow2") for number in range(layers)]
 
 
 def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:
