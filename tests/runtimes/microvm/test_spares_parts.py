@@ -26,7 +26,6 @@ from sandyard.runtimes.microvm.disk import run
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import ID
 from sandyard.runtimes.microvm.kind import Kind
-from sandyard.runtimes.microvm.launch import GIVEN
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Absent
 from sandyard.runtimes.microvm.owners import Owner, sweep
@@ -84,7 +83,7 @@ def test_places_are_where_the_disks_of_a_machine_are(layout: Layout, tmp_path: P
     own = Disks(layout, spec)
     own.prepare()
     own.add()
-    places, (disks, _) = _places(KIND.layers), starter.drives(spec, GIVEN)
+    places, (disks, _) = _places(KIND.layers), starter.drives(spec)
     whats = [(each.serial, each.device, each.writable) for each in disks]
     assert [(each.serial, each.device, each.writable) for each in places] == whats
     assert [serial for serial, _, writable in whats if writable] == ["disk"]
@@ -95,9 +94,12 @@ def test_places_are_where_the_disks_of_a_machine_are(layout: Layout, tmp_path: P
     for place, node in zip(places, names, strict=True):
         devices[0] = [part.replace(f"drive={place.node},", f"drive={node},") for part in devices[0]]
     assert devices[0] == devices[1]
-    assert Absent("disk").nodes()[0]["read-only"] is True
+    assert [node["read-only"] for node in (*Absent("base").nodes(), *Absent("disk", writable=True).nodes())] == [
+        True,
+        False,
+    ]
     files = [node["filename"] for disk in disks for node in disk.nodes() if node["driver"] == "file"]
-    assert [name for name in files if not name.startswith("/given/")] == ["/vm/disk0.qcow2"]
+    assert [name for name in files if not name.startswith("/shared/")] == ["/vm/disk0.qcow2"]
 
 
 def test_no_sandbox_has_the_name_of_one(layout: Layout) -> None:

@@ -17,7 +17,7 @@ from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.kind import Kind
-from sandyard.runtimes.microvm.launch import GIVEN, move_tap
+from sandyard.runtimes.microvm.launch import move_tap
 from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_below, save_running
@@ -61,7 +61,7 @@ def _give_files(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_
     layout, sandbox_id, disks = host.layout, spec.sandbox_id, Disks(host.layout, spec)
     disks.link(spare.own)
     write_conf(disks.kept, bytes(blank_conf))
-    drives, files = host.starter.drives(spec, GIVEN)
+    drives, files = host.starter.drives(spec)
     for name, path in files.items():
         _link(path, spare.given / name)
     _exchange(disks.own, spare.own)

@@ -92,11 +92,11 @@ class Disks:
                 return [self._blank(), *found]
             number -= 1
 
-    def images(self, number: int | None = None, root: Path = SHARED) -> Sequence[Image]:
-        """`chain`, as its VMM sees it, which has what is `kept` below `root`."""
+    def images(self, number: int | None = None) -> Sequence[Image]:
+        """`chain`, as its VMM sees it."""
         found = []
         for path in self.chain(number):
-            where = OWN if path.parent == self.own else root / KEPT
+            where = OWN if path.parent == self.own else SHARED / KEPT
             found.append(Image(where / path.name, "raw" if path.name == BLANK else "qcow2"))
         return found
 

@@ -26,7 +26,6 @@ _LOG_MAX = 1 << 20
 _LOG_LOOKS, _LOG_PAUSE = 4, 0.01
 OWN = Path("/vm")
 SHARED = Path("/shared")
-GIVEN = Path("/given")
 LATER = "later"
 """The address of an interface that is made, and moved to where it is to be later."""
 _CLEAR = "for link in eth0 TAP; do ! ip link show $link >/dev/null 2>&1 || ip link delete $link; done"
@@ -37,9 +36,9 @@ _SET_UP = """
     # The listeners behind it are on loopback.
     echo 1 > /proc/sys/net/ipv4/conf/TAP/route_localnet
 """
-# $1 the VMM's directory, $2 that of what it is given later or nothing, $3 user, $4 the device of the accelerator or
-# nothing, $5 the address of the host's end of its interface or nothing, then groups up to `--`, then pairs of a
-# host's file or directory and its name below /shared up to `--`, then the command.
+# $1 the VMM's directory, $2 one to be /shared or nothing, $3 user, $4 the device of the accelerator or nothing, $5 the
+# address of the host's end of its interface or nothing, then groups up to `--`, then pairs of a host's file or
+# directory and its name below /shared up to `--`, then the command.
 _SCRIPT = """
 set -e
 own=$1 given=$2 user=$3 device=$4 gate=$5
@@ -66,6 +65,7 @@ for name in $device; do  # a node of its own: the host's may be for root only
     mknod -m 600 $root/dev/$name c $(stat -c '0x%t 0x%T' /dev/$name)
     chown $user $root/dev/$name
 done
+[ -z "$given" ] || mount --bind "$given" $root/shared
 while [ "$1" != -- ]; do
     if [ -d "$1" ]; then mkdir "$root/shared/$2"; else : > "$root/shared/$2"; fi
     mount --bind "$1" "$root/shared/$2"
@@ -73,12 +73,8 @@ while [ "$1" != -- ]; do
     shift 2
 done
 shift
+[ -z "$given" ] || mount -o remount,bind,ro,nosuid,nodev $root/shared
 mount --bind "$own" $root/vm
-if [ -n "$given" ]; then
-    mkdir $root/given
-    mount --bind "$given" $root/given
-    mount -o remount,bind,ro,nosuid,nodev $root/given
-fi
 mount -o remount,ro $root
 cd /
 exec chroot --userspec="$user:$user" --groups="$user" $root "$@"
@@ -101,8 +97,8 @@ def _filled(script: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VmStart:
-    """`shared` maps names below `/shared` to files and directories of the host; `given` is a directory whose files it
-    can read below `/given`, also those that come later; `network` is a namespace to be in."""
+    """`shared` maps names below `/shared` to files and directories of the host; what lies in the directory `given` it
+    can read there too, also what comes later; `network` is a namespace to be in."""
 
     own: Path
     uid: int

@@ -27,6 +27,7 @@ from sandyard.runtimes.microvm.record import save_below, save_running
 
 LAYER_FILES_MAX = 16
 CONF = "conf.img"
+_CONF_DRIVE = Drive("conf", SHARED / KEPT / CONF, "raw")
 
 
 class Starter:
@@ -88,7 +89,7 @@ class Starter:
         disks = Disks(self._layout, spec)
         disks.prepare()
         write_conf(disks.kept, conf.PROBE)
-        return self._run(self.kind(choice, spec), spec, [_conf_drive(SHARED)], {KEPT: disks.kept})
+        return self._run(self.kind(choice, spec), spec, [_CONF_DRIVE], {KEPT: disks.kept})
 
     def kind(self, choice: Choice, spec: SandboxSpec, *, tap: bool = False) -> Kind:
         """Of the VMM of such a sandbox. Raises `CreateFailed`."""
@@ -96,20 +97,20 @@ class Starter:
         own, cpu = self._settings.microvm, spec.resources.cpu
         return Kind(choice, self.memory_mb(spec), own.overhead_mb, cpu, tap or spec.network is not None, len(files))
 
-    def drives(self, spec: SandboxSpec, root: Path = SHARED) -> tuple[list[Drive], dict[str, Path]]:
-        """Of a guest on its disk and its committed layers; and, by names below `root`, what its VMM gets to see of the
+    def drives(self, spec: SandboxSpec) -> tuple[list[Drive], dict[str, Path]]:
+        """Of a guest on its disk and its committed layers; and, by names below `SHARED`, what its VMM gets to see of the
         host's files and directories. Raises `SandboxError`."""
         disks = Disks(self._layout, spec)
-        *below, top = disks.images(root=root)
+        *below, top = disks.images()
         shared = {"base": self._layout.block(spec.sandbox_id), KEPT: disks.kept}
-        drives = [_conf_drive(root), Drive("base", root / "base", "raw")]
+        drives = [_CONF_DRIVE, Drive("base", SHARED / "base", "raw")]
         drives.append(Drive("disk", top.path, "qcow2", writable=True, below=below))
         for number, layer in enumerate(split_layers(spec.rootfs.layers)[1]):
             images = []
             for place, path in enumerate(chain_of(layer)):
                 name = f"layer{number}-{place}"
                 shared[name] = path
-                images.append(Image(root / name, "raw" if is_blank(path, layer) else "qcow2"))
+                images.append(Image(SHARED / name, "raw" if is_blank(path, layer) else "qcow2"))
             drives.append(Drive(f"layer{number}", images[-1].path, "qcow2", below=images[:-1]))
         return drives, shared
 
@@ -190,10 +191,6 @@ def write_conf(home: Path, content: bytes) -> None:
     with open(path, "xb") as file:
         file.write(content)
     path.chmod(0o444)
-
-
-def _conf_drive(root: Path) -> Drive:
-    return Drive("conf", root / KEPT / CONF, "raw")
 
 
 def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:
