@@ -292,7 +292,7 @@ async def test_what_is_another_servers_stays(runtime: MicroVMRuntime, base: Root
     assert vmm_of(kit).pid in pids
 
 
-STEPS = (claimant.READY, "_exchange", "hand_to", "save_below", "make_groups", "_give_disks", "save_running")
+STEPS = (claimant.READY, "_exchange", "Disks.hand_to", "save_below", "make_groups", "_give_disks", "save_running")
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ class Starter:
         return Kind(choice, self.memory_mb(spec), own.overhead_mb, cpu, tap or spec.network is not None, len(files))
 
     def drives(self, spec: SandboxSpec) -> tuple[list[Drive], dict[str, Path]]:
-        """Of a guest on its disk and its committed layers; and, by names below `SHARED`, what its VMM gets to see of the
-        host's files and directories. Raises `SandboxError`."""
+        """Of a guest on its disk and its committed layers; and, by names below `SHARED`, what its VMM gets to see of
+        the host's files and directories. Raises `SandboxError`."""
         disks = Disks(self._layout, spec)
         *below, top = disks.images()
         shared = {"base": self._layout.block(spec.sandbox_id), KEPT: disks.kept}
