@@ -80,7 +80,7 @@ def _microvm(report: Report, rounds: int) -> None:
             report.skip("microvm", str(error))
             return
         console.print("[dim]microVMs, by the size of their memory and what of it changed[/dim]")
-        asyncio.run(microvm.memory(report, settings, max(rounds // 5, 3)))
+        asyncio.run(microvm.memory(report, settings, max(rounds // 3, 3)))
         console.print("[dim]many microVMs, and what the host gives them[/dim]")
         asyncio.run(overcommit.overcommit(report, settings, rounds))
 

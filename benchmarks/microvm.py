@@ -91,6 +91,7 @@ class _Case:
         """Each of what changed since the one before."""
         samples: list[float] = []
         costs: list[float] = []
+        still: list[float] = []
         last: Path | None = None
         for _ in range(rounds):
             layer, parent = self._layer(), last
@@ -99,11 +100,14 @@ class _Case:
                 costs.append(await source.commit(layer, durable=True, parent=parent, memory=True) / (1 << 20))
 
             samples.append(await self._timed(take))
+            still.append(source.still_seconds * 1e3)
             last = layer
         assert last is not None
         note = f"{costs[0]:.1f} MiB of disk, later ones {min(costs[1:] or costs):.1f}"
         self._add("snapshot, first", samples[:1], note=note)
         self._add("snapshot, next", samples[1:] or samples)
+        self._add("its source stands still, first", still[:1])
+        self._add("its source stands still, next", still[1:] or still)
         await self._copies("restore to the agent's answer", last, rounds)
         return last
 
@@ -119,7 +123,7 @@ class _Case:
     async def _forks(self, layer: Path, rounds: int) -> None:
         samples: list[float] = []
         names = [f"child{number}" for number in range(CHILDREN)]
-        for last in (False,) * (min(rounds, 2) - 1) + (True,):
+        for last in (False,) * (min(rounds, 3) - 1) + (True,):
             source = self._runtime.host.instances["source"]
             own = self._layer()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ class MicroVMInstance(Instance):
         self.pid = pid
         self.paused = False
         self.frozen = False  # its processes and disk are, or may be, though it is to run
+        self.still_seconds = 0.0  # how long it stood still the last time that its memory was taken
+        self._still_since = 0.0
         self.qmp: Qmp | None = None
         self._agent: LinkAgent | None = None
         self._pidfd = pidfd
@@ -120,7 +123,7 @@ class MicroVMInstance(Instance):
         `go_on` is due all the same. Raises `SandboxError`, `GuestError`; `HostFull` as soon as there is no room for
         what it writes first."""
         await self.check_room()
-        self.frozen = True
+        self.frozen, self._still_since = True, time.monotonic()
         await self.unless_stalled(self.agent.stand_still())
         await self.control.execute("stop", timeout=STOP_TIMEOUT)
 
@@ -135,6 +138,7 @@ class MicroVMInstance(Instance):
                 if self._agent is not None:
                     self._agent.go_on()
             await self.thaw()
+            self.still_seconds = time.monotonic() - self._still_since
         except HostFull:
             return
         except BaseException:
