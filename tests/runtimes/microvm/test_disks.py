@@ -207,6 +207,19 @@ def test_what_a_vmm_put_in_place_of_an_image_is_refused(
             disks.chain()
 
 
+def test_numbers_and_sizes_are_not_for_a_vmm_to_say(disks: Disks) -> None:
+    disks.add()
+    (disks.own / disk.image(999_999_999)).write_bytes(b"x")
+    with pytest.raises(SandboxError, match=r"disk999999999\.qcow2 is no image"):
+        disks.keep(disks.top(), ended=False)  # at once
+    with pytest.raises(SandboxError, match="is no image"):
+        disks.add()
+    disks.drop_above(0)
+    disk.run(["qemu-img", "create", "-q", "-f", "qcow2", str(disks.own / disk.image(1)), "4T"])
+    with pytest.raises(SandboxError, match=f"says that it is a disk of {4 << 40} bytes"):
+        disks.add()
+
+
 def test_strange_names_and_links_are_not_followed(disks: Disks, tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(_MIB))
     disks.add()

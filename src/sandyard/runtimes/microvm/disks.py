@@ -59,6 +59,8 @@ class Disks:
         self.own = layout.disk(spec.sandbox_id)
         self.kept = layout.kept(spec.sandbox_id)
         self.sandbox_id = spec.sandbox_id
+        size = spec.resources.disk_mb << 20
+        self._most = size + size // 4 + _SLACK  # bytes of an image, and more than a disk has
         self._layout = layout
         self._spec = spec
 
@@ -110,6 +112,8 @@ class Disks:
         number = self.top() + 1
         below, kind = (image(number - 1), "qcow2") if number else (BLANK, "raw")
         size = header_of(self._path(number - 1)).size if number else self._blank().stat().st_size
+        if size > self._most:  # a VMM can write any into a header
+            raise SandboxError(f"{image(number - 1)} says that it is a disk of {size} bytes")
         return disk.above(self.own, below, kind, size, number)
 
     @_of_the_host
@@ -117,10 +121,9 @@ class Disks:
         """Bring what its VMM wrote, up to image `number`, to where nothing can write to it. `ended`: there is no VMM.
         What it costs is what was written since the last time."""
         self.prepare()
-        for each in range(max(_numbers(self.kept), default=-1) + 1, number + 1):
+        known = max(_numbers(self.kept), default=-1)
+        for each in sorted(found for found in _numbers(self.own) if known < found <= number):
             source, target = self.own / image(each), self.kept / image(each)
-            if not os.path.lexists(source):
-                continue  # an image that was made one with those above it
             header_of(source)  # refused before anything is copied
             if ended:
                 disk.take(source, target, durable)
@@ -234,9 +237,8 @@ class Disks:
 
     def _copy(self, source: Path, target: Path) -> None:
         scratch = self.kept / f".{secrets.token_hex(4)}"
-        size = self._spec.resources.disk_mb << 20
         try:
-            digest = disk.copy(source, scratch, size + size // 4 + _SLACK)
+            digest = disk.copy(source, scratch, self._most)
             header_of(scratch)  # of what was copied, whatever the VMM did meanwhile
             _write(target.with_name(f"{target.name}{_DIGEST}"), digest)
             scratch.rename(target)
