@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import shutil
@@ -22,6 +23,7 @@ from structlog.testing import capture_logs
 
 from sandyard.config import PathSettings, Settings
 from sandyard.errors import SandboxError
+from sandyard.runtimes import exchange
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.deltas import Delta, write_delta
 from sandyard.runtimes.microvm import conf
@@ -261,6 +263,27 @@ def _carry_off(name: Path) -> None:
         path.rename(path.with_name(f".going{number}"))
 
 
+@pytest.fixture(params=[True, False], ids=["exchange", "rename"])
+def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system can exchange two names."""
+
+    def absent(*_: object) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    if not request.param:
+        monkeypatch.setattr(exchange, "_libc", SimpleNamespace(renameat2=absent))
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("exchanges")
+def test_on_any_file_system(name: Path) -> None:
+    content = memory_of(name)
+    assert compact(name, 0) == whole(name)
+    assert memory_of(name) == content
+
+
+@pytest.mark.usefixtures("exchanges")
 @pytest.mark.parametrize("remove", [_delete, _carry_off])
 def test_one_that_is_removed_meanwhile_stays_so(name: Path, remove: Callable[[Path], None]) -> None:
     def removing(runs: Runs, _: Path) -> Runs:
