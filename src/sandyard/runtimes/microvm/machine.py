@@ -28,6 +28,11 @@ def cpu_model(accel: Accel) -> str:
     return "host" if accel == "kvm" else "max"
 
 
+def device_of(serial: str) -> str:
+    """What QEMU calls the guest's device of a disk."""
+    return f"dev-{serial}"
+
+
 @dataclass(frozen=True, slots=True)
 class Drive:
     """A disk of the guest, which knows it by its serial. `path` is as the VMM sees it."""
@@ -37,24 +42,16 @@ class Drive:
     format: Literal["raw", "qcow2"]
     writable: bool = False
 
-    @property
-    def device(self) -> str:
-        """The id of the guest's device, also of one that is `Absent`."""
-        return f"dev-{self.serial}"
-
-    @property
-    def node(self) -> str:
-        return self.serial
-
     def nodes(self) -> Sequence[Mapping[str, Any]]:
-        """What QEMU is to open, as `blockdev-add` takes it, each after what it stands on; the last is `node`."""
+        """What QEMU is to open, as `blockdev-add` takes it, each after what it stands on; the last has the name of
+        the serial."""
         below = f"file-{self.serial}"
         common: dict[str, Any] = {"read-only": not self.writable, "cache": {"direct": False, "no-flush": False}}
         if self.writable:
             common["discard"] = "unmap"
         file = {"driver": "file", "filename": str(self.path), "node-name": below, **common}
         zeroes = {"detect-zeroes": "unmap"} if self.writable else {}
-        return file, {"driver": self.format, "node-name": self.node, "file": below, **common, **zeroes}
+        return file, {"driver": self.format, "node-name": self.serial, "file": below, **common, **zeroes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +61,9 @@ class Absent:
     serial: str
     writable: bool = False
 
-    @property
-    def device(self) -> str:
-        return f"dev-{self.serial}"
-
-    @property
-    def node(self) -> str:
-        return f"absent-{self.serial}"
-
     def nodes(self) -> Sequence[Mapping[str, Any]]:
-        return ({"driver": "null-co", "node-name": self.node, "read-zeroes": True, "read-only": not self.writable},)
+        options = {"read-zeroes": True, "read-only": not self.writable}
+        return ({"driver": "null-co", "node-name": f"absent-{self.serial}", **options},)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +128,10 @@ class Machine:
         return f"console=ttyS0 quiet panic=-1 rdinit=/sandyard-agent random.trust_cpu=on {quick}".strip()
 
     def _drive(self, drive: Drive | Absent) -> Sequence[str]:
-        device = f"virtio-blk-{self._bus},drive={drive.node},serial={drive.serial},id={drive.device}"
-        nodes = (part for node in drive.nodes() for part in ("-blockdev", json.dumps(node)))
-        return (*nodes, "-device", device)
+        nodes = drive.nodes()
+        opened = (part for node in nodes for part in ("-blockdev", json.dumps(node)))
+        top, device = nodes[-1]["node-name"], device_of(drive.serial)
+        return (*opened, "-device", f"virtio-blk-{self._bus},drive={top},serial={drive.serial},id={device}")
 
     def _network(self) -> Sequence[str]:
         if not self.tap:
