@@ -18,7 +18,7 @@ from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.kind import Kind
 from sandyard.runtimes.microvm.launch import move_tap
-from sandyard.runtimes.microvm.machine import Drive
+from sandyard.runtimes.microvm.machine import Drive, device_of
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_below, save_running
 from sandyard.runtimes.microvm.spare import Spare
@@ -95,10 +95,11 @@ def _give_place(host: Host, pid: int, kind: Kind, spec: SandboxSpec) -> None:
 async def _give_disks(control: Qmp, disks: Sequence[Drive]) -> None:
     """What stood in their places stays, which costs nothing."""
     for each in disks:
-        for node in each.nodes():
+        nodes = each.nodes()
+        for node in nodes:
             await control.execute("blockdev-add", node)
-        device = {"path": f"/machine/peripheral/{each.device}", "property": "drive"}
-        await control.execute("qom-set", {**device, "value": each.node})
+        device = {"path": f"/machine/peripheral/{device_of(each.serial)}", "property": "drive"}
+        await control.execute("qom-set", {**device, "value": nodes[-1]["node-name"]})
 
 
 def _exchange(one: Path, other: Path) -> None:

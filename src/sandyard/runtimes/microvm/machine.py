@@ -32,6 +32,11 @@ def cpu_model(accel: Accel) -> str:
     return "host" if accel == "kvm" else "max"
 
 
+def device_of(serial: str) -> str:
+    """What QEMU calls the guest's device of a disk."""
+    return f"dev-{serial}"
+
+
 @dataclass(frozen=True, slots=True)
 class Drive:
     """A disk of the guest, which knows it by its serial. `path` is as the VMM sees it; `below`: what it lies above,
@@ -61,15 +66,6 @@ class Drive:
             found += [file, node | ({"backing": below} if image.format == "qcow2" else {})]
         return found
 
-    @property
-    def device(self) -> str:
-        """The id of the guest's device, also of one that is `Absent`."""
-        return f"dev-{self.serial}"
-
-    @property
-    def node(self) -> str:
-        return self.serial
-
 
 @dataclass(frozen=True, slots=True)
 class Absent:
@@ -78,16 +74,9 @@ class Absent:
     serial: str
     writable: bool = False
 
-    @property
-    def device(self) -> str:
-        return f"dev-{self.serial}"
-
-    @property
-    def node(self) -> str:
-        return f"absent-{self.serial}"
-
     def nodes(self) -> Sequence[dict[str, Any]]:
-        return [{"driver": "null-co", "node-name": self.node, "read-zeroes": True, "read-only": not self.writable}]
+        options = {"read-zeroes": True, "read-only": not self.writable}
+        return [{"driver": "null-co", "node-name": f"absent-{self.serial}", **options}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +139,15 @@ class Machine:
     def _append(self) -> str:
         # There is no keyboard controller that could reset it: a panic ends in a triple fault, which QEMU sees.
         # Elsewhere there is a timer (HPET) which the kernel leaves ticking, and whose registers the agent is to reach.
-        own = "tsc=reliable no_timer_check reboot=t" if self.type == "microvm" else "iomem=relaxed"
+        # Nowhere it is to be tried whether a timer ticks: on a busy host the kernel gives up too early.
+        own = "tsc=reliable no_timer_check reboot=t" if self.type == "microvm" else "no_timer_check iomem=relaxed"
         return f"console=ttyS0 quiet panic=-1 rdinit=/sandyard-agent random.trust_cpu=on {own}"
 
     def _drive(self, drive: Drive | Absent) -> Sequence[str]:
-        device = f"virtio-blk-{self._bus},drive={drive.node},serial={drive.serial},id={drive.device}"
-        nodes = (part for node in drive.nodes() for part in ("-blockdev", json.dumps(node)))
-        return (*nodes, "-device", device)
+        nodes = drive.nodes()
+        opened = (part for node in nodes for part in ("-blockdev", json.dumps(node)))
+        top, device = nodes[-1]["node-name"], device_of(drive.serial)
+        return (*opened, "-device", f"virtio-blk-{self._bus},drive={top},serial={drive.serial},id={device}")
 
     def _balloon(self) -> Sequence[str]:
         # Through it the guest tells which of its pages are free, and QEMU drops them. What a copy reads there later is
