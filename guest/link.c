@@ -203,8 +203,6 @@ enum code code_of(int err)
 
 static void flush(void)
 {
-	bool was_full = !link_room();
-
 	while (lk.out_head < lk.out_tail && lk.io.fd >= 0 && !lk.broken) {
 		ssize_t n = write(lk.io.fd, out + lk.out_head, lk.out_tail - lk.out_head);
 
@@ -220,7 +218,7 @@ static void flush(void)
 	}
 	if (lk.out_head == lk.out_tail)
 		lk.out_head = lk.out_tail = 0;
-	if (was_full && link_room())
+	if (link_room())
 		tasks_unblock();
 }
 

@@ -86,6 +86,8 @@ class Buildah:
         """Raises `subprocess.CalledProcessError` with what buildah said."""
         name = "localhost/built"
         base = ["--isolation", "chroot", "--layers=false", "--pull-never", "--format", "docker", *options]
+        # Later versions ask for more than a host may allow.
+        base += ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024"]
         self._call("bud", *base, "-f", str(context / "Dockerfile"), "-t", name, str(context))
         config = json.loads(self._call("inspect", "--type", "image", name))["Docker"]["config"]
         config["Labels"] = {name: value for name, value in (config["Labels"] or {}).items() if "buildah" not in name}

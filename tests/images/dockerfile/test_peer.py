@@ -54,7 +54,12 @@ async def test_the_same_as_buildah(case: str, site: Site, peer: Buildah) -> None
     found += [
         f"{key}: {ours.get(key)} here, {theirs.config.get(key)} there"
         for key in KEYS
-        if (ours.get(key) or None) != (theirs.config.get(key) or None)
+        if _said(ours.get(key)) != _said(theirs.config.get(key))
     ]
     assert [line for line in found if line.partition(":")[0] not in allowed] == []
     assert {line.partition(":")[0] for line in found} == set(allowed)
+
+
+def _said(value: object) -> object:
+    """None for what says nothing: later versions of buildah write `/` where no directory was named."""
+    return None if value == "/" else value or None
