@@ -118,7 +118,8 @@ class Campaign:
                 assert (await control.execute("query-status"))["status"] == "running"
             finally:
                 await control.close()
-        left = sorted(path.name for path in await asyncio.to_thread(lambda: list(layer.parent.glob(f"{layer.name}*"))))
+        beside = await asyncio.to_thread(lambda: list(layer.parent.glob(f"{layer.name}.*")))
+        left = sorted(path.name for path in (layer, *beside) if path.exists())
         assert not left or image.exists(layer), left
         assert not list(layout.disk(NAME).glob("state-*"))
 
@@ -132,6 +133,7 @@ class Campaign:
             found = await runtime.adopt(NAME)
             if found is None:
                 assert vmm, "a sandbox died with its server"
+                await self._check_layer(runtime, layer)
                 return
             if found.paused:
                 await found.resume()

@@ -216,15 +216,17 @@ class Races:
 
     def _left(self) -> list[str]:
         host, layout = self.runtime.host, self.runtime.host.layout
+        ready = {spare.name for spare in host.spares.ready()}
         found = [name for name in host.ids() if name != NAME]
         for parent in (layout.homes, layout.disks, layout.memories):
-            found += [f"{parent.name}/{name}" for name in os.listdir(parent) if name != NAME]
+            names = [name for name in os.listdir(parent) if name not in {NAME, *ready}]
+            found += [f"{parent.name}/{name}" for name in names if not name.startswith(".spares-")]
         found += [name for name in os.listdir(layout.bases) if name.startswith(".") and not name.endswith(".lock")]
         if layout.disk(NAME).is_dir():
             names = os.listdir(layout.disk(NAME))
             found += [name for name in names if not name.startswith("disk") and name not in ("conf.img", "blank.img")]
         machines = [line for line in leftovers(self.settings.paths.run.parent) if "qemu" in line]
-        return found + machines[1:]
+        return found + machines[1 + len(ready) :]
 
 
 def _descriptors() -> int:

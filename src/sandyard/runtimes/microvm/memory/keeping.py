@@ -12,7 +12,7 @@ from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
-from sandyard.runtimes.microvm.memory import image
+from sandyard.runtimes.microvm.memory import image, merging
 from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.compaction import Compactor
@@ -65,10 +65,10 @@ class Keeping:
             sealed = await share(self._host, spec, swap.number, target, manifest, halted=False, durable=durable)
             await ended(self._restorer.trust, target, sealed)
             size = await ended(image.taken, target, 2)
-            if capture.rebased is not None:
-                self._compactor.soon(own)  # the next image has its parts from there
-            elif durable:  # what is to go again soon is not worth it
+            if durable:  # what is to go again soon is not worth it
                 self._compactor.soon(target, capture.floor)
+            if capture.rebased is not None:  # the next one has its parts from there
+                self._compactor.soon(own, merging.KEPT)
             return size
         except OSError as error:
             raise SandboxError(f"commit to {target}: {error}") from error
