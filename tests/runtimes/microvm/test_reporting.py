@@ -131,6 +131,7 @@ async def test_what_a_process_had_is_given_back(runtime: MicroVMRuntime, base: R
     assert await kit.python(f"print(sum(bytearray(b'a') * ({TAKEN_MB} << 20)) >> 20)") == str(97 * TAKEN_MB)
 
 
+@pytest.mark.full
 async def test_a_guest_at_rest_reports_nothing(runtime: MicroVMRuntime, base: Rootfs) -> None:
     kit = await made(runtime, SandboxSpec("rests", base, SMALL))
     script = f"""{REPORTS}
@@ -146,6 +147,7 @@ print(settled - before, reports() - settled)
     assert int(then) <= 1  # where the kernel freed something by itself
 
 
+@pytest.mark.full
 @pytest.mark.timeout(1200)
 async def test_nothing_is_lost_while_copies_are_made(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
     """Snapshots, forks, pauses and suspends, at any moment of what a guest gives back."""

@@ -69,6 +69,7 @@ def test_a_program_that_was_replaced_is_noticed(program: Program) -> None:
 
 
 @pytest.mark.root
+@pytest.mark.full
 @pytest.mark.timeout(600)
 async def test_guests_are_known_by_the_qemu_they_run_on(
     settings: Settings, base: Rootfs, program: Program, monkeypatch: pytest.MonkeyPatch
