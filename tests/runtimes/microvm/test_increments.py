@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandyard.errors import SandboxError
+from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
@@ -188,3 +188,23 @@ async def test_what_was_committed_without_memory_boots_once(
     await made_of_it.commit(layers / "again", memory=True, durable=False)
     async with copied(runtime, stack, layers / "again", "copy") as last:
         assert await last.output("cat /root/file; hostname") == "kept\nmore\ncopy"
+
+
+async def test_layers_of_one_name_are_told_apart(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
+    """Guests of both boot, and memory of one does not go on above the other."""
+    instance, kit = await made(runtime, base, "first")
+    stacks = []
+    for word in ("one", "two"):
+        await kit.output(f"echo {word} > /root/file")
+        (layers / word).mkdir()
+        await instance.commit(layers / word / "files", durable=False)
+        stacks.append(replace(base, layers=[layers / word / "files", *base.layers]))
+    for stack, word in zip(stacks, ("one", "two"), strict=True):
+        copy = await runtime.create(SandboxSpec("copy", stack, SMALL, hostname="copy"))
+        assert await Kit(runtime, stack, copy).output("cat /root/file") == word
+        if word == "one":
+            await copy.commit(layers / "memory", memory=True, durable=False)
+        await runtime.destroy("copy")
+    other = replace(base, layers=[layers / "memory", *stacks[1].layers])
+    with pytest.raises(CreateFailed, match="another set of layers below"):
+        await runtime.create(SandboxSpec("copy", other, SMALL, hostname="copy", memory=layers / "memory"))

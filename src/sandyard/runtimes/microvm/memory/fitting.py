@@ -36,7 +36,7 @@ def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
         disk_mb=spec.resources.disk_mb,
         network=spec.network is not None,
         image=_identity(block),
-        layers=[layer.name for layer in files],
+        layers=[_layer(layer) for layer in files],
     )
 
 
@@ -60,6 +60,12 @@ def load_fit(home: Path) -> Fit:
 def block_of(host: Host, spec: SandboxSpec) -> Path:
     """The block image of what it starts from, made if need be. Blocking. Raises `CreateFailed`."""
     return image_of(split_layers(spec.rootfs.layers)[0], host.layout.images, host.layout.uid_base)
+
+
+def _layer(path: Path) -> str:
+    """Its name alone could be another one's, somewhere else or later."""
+    found = path.stat()
+    return f"{path.name} of {found.st_size} bytes, {found.st_mtime_ns}"
 
 
 def _identity(block: Path) -> str:

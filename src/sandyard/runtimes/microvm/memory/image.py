@@ -42,7 +42,7 @@ _WORDS = {
     "disk_mb": "disk in MiB",
     "network": "network interface",
     "image": "block image of the template",
-    "layers": "layers below",
+    "layers": "set of layers below",
 }
 
 
