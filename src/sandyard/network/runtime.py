@@ -57,6 +57,9 @@ class NetworkedRuntime(Runtime):
             return Probe(False, error.message, error.remedy)
         return replace(probe, detail=f"{probe.detail}, network: {detail}")
 
+    async def rest(self) -> None:
+        await self.inner.rest()
+
     async def check(self) -> str | None:
         found = await self.inner.check()
         await self.slots.probe()

@@ -168,6 +168,9 @@ class Runtime(ABC):
     async def probe(self) -> Probe:
         """Start a minimal sandbox and get an answer from it; never decides by a file's presence."""
 
+    async def rest(self) -> None:  # noqa: B027 - nothing does, with most
+        """End what stands ready for the next start, where anything does; after that start it is made again."""
+
     async def check(self) -> str | None:
         """Before a server starts: what its sandboxes are made with, in a line, where that is not known without a look.
         Raises `HostError` with the remedy where none could be made."""

@@ -251,10 +251,10 @@ async def test_races_leave_all_or_nothing(
             raise AssertionError(f"race {number} of {len(kinds)}, {kind}, seed {seed}: {error}") from error
         if number == min(10, len(kinds) // 2):
             await runtime.destroy(NAME)
-            await runtime.host.spares.close()
+            await runtime.rest()
             before = await asyncio.to_thread(_descriptors)
     await runtime.destroy(NAME)
     await races.nothing_else()
-    await runtime.host.spares.close()
+    await runtime.rest()
     assert await asyncio.to_thread(_descriptors) <= before
     assert len(asyncio.all_tasks()) == 1, asyncio.all_tasks()

@@ -85,6 +85,7 @@ async def _destroy_busy(kit: Kit) -> None:
 
 @check("nothing is left after destroy")
 async def _nothing_left(kit: Kit) -> None:
+    await kit.runtime.rest()
     mounts, fds = await asyncio.to_thread(_mounts_and_fds)
     for _ in range(3):
         spec = _new(kit)
@@ -93,6 +94,8 @@ async def _nothing_left(kit: Kit) -> None:
         await kit.runtime.destroy(spec.sandbox_id)
         expect(spec.sandbox_id not in await kit.runtime.list(), "it is still listed")
         expect(await kit.runtime.adopt(spec.sandbox_id) is None, "it can still be adopted")
+
+    await kit.runtime.rest()
 
     async def as_before() -> bool:
         now = await asyncio.to_thread(_mounts_and_fds)

@@ -285,6 +285,9 @@ class MicroVMRuntime(Runtime):
         async with self._turns.of(sandbox_id):
             await finish(self._keeping.remove(sandbox_id))
 
+    async def rest(self) -> None:
+        await self.host.spares.close()
+
     async def close(self) -> None:
         """What is under way is brought to its end or undone; the guests go on."""
         await self._turns.end(_CLOSE_PATIENCE)
