@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 from sandyard.config import PathSettings, Settings
 from sandyard.images.base import build_base
 from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
@@ -73,4 +75,5 @@ def copy_of(base: Rootfs, layer: Path) -> SandboxSpec:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what it prints is read
     asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])))
