@@ -158,7 +158,7 @@ async def test_one_that_was_killed_is_no_loss(runtime: MicroVMRuntime, base: Roo
     assert await kit.output("hostname") == "third"
 
 
-@pytest.mark.parametrize("step", ["_exchange", "save_below", "_give_place", "_give_disks", "save_running", "killed"])
+@pytest.mark.parametrize("step", ["exchange", "save_below", "_give_place", "_give_disks", "save_running", "killed"])
 async def test_where_it_comes_to_nothing_another_is_started(
     runtime: MicroVMRuntime, base: Rootfs, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -292,7 +292,7 @@ async def test_what_is_another_servers_stays(runtime: MicroVMRuntime, base: Root
     assert vmm_of(kit).pid in pids
 
 
-STEPS = (claimant.READY, "_exchange", "Disks.hand_to", "save_below", "make_groups", "_give_disks", "save_running")
+STEPS = (claimant.READY, "exchange", "Disks.hand_to", "save_below", "make_groups", "_give_disks", "save_running")
 
 
 @pytest.mark.parametrize(

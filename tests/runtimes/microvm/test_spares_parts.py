@@ -18,10 +18,10 @@ import pytest
 from sandyard.config import Settings
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.container.cgroups import Cgroups
+from sandyard.runtimes.exchange import exchange
 from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.choice import Choice, Engine
-from sandyard.runtimes.microvm.claim import _exchange
 from sandyard.runtimes.microvm.disk import run
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import ID
@@ -131,10 +131,10 @@ def test_directories_change_places_at_once(tmp_path: Path) -> None:
     for path in (one, other):
         path.mkdir()
         (path / path.name).touch()
-    _exchange(one, other)
+    exchange(one, other)
     assert (os.listdir(one), os.listdir(other)) == (["other"], ["one"])
     with pytest.raises(FileNotFoundError):
-        _exchange(one, tmp_path / "none")
+        exchange(one, tmp_path / "none")
 
 
 @needs_qemu

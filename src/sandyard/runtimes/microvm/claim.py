@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
+from sandyard.runtimes.exchange import exchange
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.disks import Disks
@@ -23,9 +23,6 @@ from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_below, save_running
 from sandyard.runtimes.microvm.spare import Spare
 from sandyard.runtimes.microvm.starting import write_conf
-
-_AT_FDCWD, _EXCHANGE = -100, 2
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ def _give_files(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blank_
     drives, files = host.starter.drives(spec)
     for name, path in files.items():
         _link(path, spare.given / name)
-    _exchange(disks.own, spare.own)
+    exchange(disks.own, spare.own)
     disks.hand_to(spare.uid)
     remove_tree(layout.given(sandbox_id))  # of the VMM it had before
     spare.given.rename(layout.given(sandbox_id))
@@ -100,10 +97,3 @@ async def _give_disks(control: Qmp, disks: Sequence[Drive]) -> None:
             await control.execute("blockdev-add", node)
         device = {"path": f"/machine/peripheral/{device_of(each.serial)}", "property": "drive"}
         await control.execute("qom-set", {**device, "value": nodes[-1]["node-name"]})
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Each gets the name of the other, at once. Raises `OSError`."""
-    if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{one} and {other}: {os.strerror(code)}")

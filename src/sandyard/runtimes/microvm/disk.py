@@ -19,7 +19,6 @@ from sandyard.runtimes.durable import sync
 from sandyard.runtimes.microvm.qcow2 import opened
 
 _MIB = 1 << 20
-BLANK = "blank.img"
 _JOURNAL_MB = 8
 _TIMEOUT = 600.0
 _CHUNK = 64 << 10  # a cluster

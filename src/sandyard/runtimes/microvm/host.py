@@ -9,7 +9,6 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from sandyard.config import Settings
 from sandyard.errors import SandboxError
@@ -26,7 +25,6 @@ from sandyard.runtimes.microvm.starting import Starter
 
 ID = re.compile(r"[a-z0-9]{1,40}")
 _DESTROY_TIMEOUT = 20.0
-_Result = TypeVar("_Result")
 
 
 class Host:

@@ -15,6 +15,7 @@ from sandyard.errors import AgentLinkError, DeathReason, GuestError, HostFull, S
 from sandyard.guest.client import LinkAgent
 from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
 from sandyard.runtimes.microvm.disks import Disks
+from sandyard.runtimes.microvm.machine import device_of
 from sandyard.runtimes.microvm.qmp import Qmp, QmpError
 from sandyard.runtimes.microvm.stall import NOT_ON, STALLED, Stall
 
@@ -90,16 +91,20 @@ class MicroVMInstance(Instance):
         """How much it may read and write on its disk; 0: without a limit. Raises `QmpError`."""
         kinds = ("bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr")
         rate = {"bps": bytes_per_second, **dict.fromkeys(kinds, 0)}
-        for each in await self.control.execute("query-block"):
-            if "dev-disk" in str(each.get("qdev", "")):
-                await self.control.execute("block_set_io_throttle", {"id": each["qdev"], **rate})
+        if (found := await self._disk()) is not None:
+            await self.control.execute("block_set_io_throttle", {"id": found["qdev"], **rate})
 
     async def disk_node(self) -> str:
         """The name QEMU has for the image the guest writes to. Raises `SandboxError`."""
-        for each in await self.control.execute("query-block"):
-            if "dev-disk" in str(each.get("qdev", "")):
-                return str(each["inserted"]["node-name"])
-        raise SandboxError(f"sandbox {self.spec.sandbox_id}: its VMM has no disk")
+        found = await self._disk()
+        if found is None:
+            raise SandboxError(f"sandbox {self.spec.sandbox_id}: its VMM has no disk")
+        return str(found["inserted"]["node-name"])
+
+    async def _disk(self) -> Mapping[str, Any] | None:
+        """What QEMU says of the one that the guest writes to."""
+        blocks = await self.control.execute("query-block")
+        return next((each for each in blocks if device_of("disk") in str(each.get("qdev", ""))), None)
 
     async def replace_agent(self, open_link: Callable[[], Awaitable[LinkAgent]]) -> None:
         """Close the old link, then take a new one: a port serves one at a time."""

@@ -259,13 +259,18 @@ def remove(name: Path) -> None:
 def newest(home: Path) -> int:
     """The highest number that an image in `home`, the directory of a sandbox's own, has, or what is left of one; -1
     where there is none."""
-    return max((int(path.name.partition(".")[0]) for path in home.iterdir() if path.name[0].isdigit()), default=-1)
+    return max(map(int, _own(home)), default=-1)
 
 
 def keep_only(home: Path, name: str) -> None:
     """Remove a sandbox's own images but `name`. Raises `OSError`."""
-    for other in {path.name.partition(".")[0] for path in home.iterdir() if path.name[0].isdigit()} - {name}:
+    for other in _own(home) - {name}:
         remove(home / other)
+
+
+def _own(home: Path) -> set[str]:
+    """The names, which are numbers, of a sandbox's own images, also of what is left of one."""
+    return {path.name.partition(".")[0] for path in home.iterdir() if path.name[0].isdigit()}
 
 
 def check_new(name: Path) -> None:
