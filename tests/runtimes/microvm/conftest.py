@@ -1,8 +1,11 @@
-"""Real guests: one state directory for a module's tests, and a runtime that leaves nothing."""
+"""Real guests: one state directory for a module's tests, and a runtime that leaves nothing.
+
+What takes a boot is done once for all modules: the choice of an accelerator, and a base of the usual size."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,8 +15,10 @@ import pytest_asyncio
 
 from sandyard.config import PathSettings, Settings
 from sandyard.images.base import build_base
-from sandyard.runtimes.base import Rootfs
+from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime
+from sandyard.runtimes.microvm.layout import Layout
+from tests.runtimes.microvm.victim import SMALL
 from tests.yard import guest_settings, node_home
 
 HERE = Path(__file__).parent
@@ -27,11 +32,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"this host has no {qemu}: sandyard setup microvm"))
 
 
-@pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+@pytest.fixture(scope="session")
+def booted() -> Iterator[Settings]:
+    """A node on which a guest of `SMALL` has booted."""
     with node_home() as home:
-        paths = PathSettings(state=home / "state", run=home / "run")
-        yield asyncio.run(guest_settings(Settings(paths=paths)))
+        ready = asyncio.run(guest_settings(_settings(home)))
+        asyncio.run(_boot(ready))
+        yield ready
+
+
+async def _boot(settings: Settings) -> None:
+    runtime = MicroVMRuntime(settings)
+    try:
+        await runtime.create(SandboxSpec("booted", (await build_base(Settings())).rootfs, SMALL))
+        await runtime.destroy("booted")
+    finally:
+        await runtime.close()
+
+
+def _settings(home: Path) -> Settings:
+    return Settings(paths=PathSettings(state=home / "state", run=home / "run"))
+
+
+@pytest.fixture(scope="module")
+def settings(booted: Settings) -> Iterator[Settings]:
+    """A node of the module's own. It has further names of the files of `booted`, which are never written."""
+    with node_home() as home:
+        ready = asyncio.run(guest_settings(_settings(home)))
+        seed, layout = Layout.of(booted), Layout.of(ready)
+        shutil.copyfile(seed.assets / "accel.json", layout.assets / "accel.json")
+        shutil.copytree(seed.bases, layout.bases, copy_function=os.link, dirs_exist_ok=True)
+        yield ready
 
 
 @pytest_asyncio.fixture
