@@ -5,7 +5,6 @@ What takes a boot is done once for all modules: the choice of an accelerator, an
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,9 +16,8 @@ from sandyard.config import PathSettings, Settings
 from sandyard.images.base import build_base
 from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime
-from sandyard.runtimes.microvm.layout import Layout
 from tests.runtimes.microvm.victim import SMALL
-from tests.yard import guest_settings, node_home
+from tests.yard import guest_settings, node_home, share_boots
 
 HERE = Path(__file__).parent
 
@@ -56,12 +54,10 @@ def _settings(home: Path) -> Settings:
 
 @pytest.fixture(scope="module")
 def settings(booted: Settings) -> Iterator[Settings]:
-    """A node of the module's own. It has further names of the files of `booted`, which are never written."""
+    """A node of the module's own."""
     with node_home() as home:
         ready = asyncio.run(guest_settings(_settings(home)))
-        seed, layout = Layout.of(booted), Layout.of(ready)
-        shutil.copyfile(seed.assets / "accel.json", layout.assets / "accel.json")
-        shutil.copytree(seed.bases, layout.bases, copy_function=os.link, dirs_exist_ok=True)
+        share_boots(booted, ready)
         yield ready
 
 
