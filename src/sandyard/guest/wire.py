@@ -10,6 +10,7 @@ from enum import IntEnum
 from sandyard.errors import AgentLinkError, GuestError, GuestErrorCode
 
 VERSION = 1
+"""Also of agents in memory that was kept: see `guest/PROTOCOL.md` for when it is to be raised."""
 MAGIC = b"SYAG"
 HEADER = struct.Struct("<IBBHI")
 PAYLOAD_MAX = 65536

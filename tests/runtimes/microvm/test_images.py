@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -128,6 +128,28 @@ def test_memory_of_another_version_leaves_its_files(tmp_path: Path) -> None:
     below.unlink()
     with pytest.raises(Unfit, match=r"one is not whole: one.disk0 is gone"):
         image.chain_of(name)
+
+
+def test_a_guest_goes_on_whatever_boots_now(tmp_path: Path) -> None:
+    """Its kernel and its agent are in its memory: that those are others here says nothing, but how they speak does."""
+    replace(FIT, kernel="5.10 another").check(FIT, tmp_path)
+    with pytest.raises(Unfit, match="taken with another protocol of the agent: 1, here it is 2"):
+        FIT.check(replace(FIT, protocol=2), tmp_path)
+    for each in fields(Fit):
+        if each.name != "kernel":
+            with pytest.raises(Unfit, match=r"was taken with another .*: other, here it is"):
+                Fit(**{**asdict(FIT), each.name: "other"}).check(FIT, tmp_path)
+
+
+def test_memory_of_the_format_before_is_of_the_first_protocol(tmp_path: Path) -> None:
+    name = tmp_path / "one"
+    manifest = sealed(name)
+    record = {"format": 2, **asdict(manifest)}
+    del record["fit"]["protocol"]
+    content = json.dumps(record).encode()
+    part(name, "memory").write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+    assert image.load(name) == manifest
+    assert manifest.fit.protocol == 1
 
 
 def test_a_half_goes_with_its_layer(tmp_path: Path) -> None:

@@ -103,14 +103,14 @@ async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> Non
     root = Path(f"/proc/{instance.pid}/root")
     assert not [name for name in ("etc", "root", "home", "var", "proc") if (root / name).exists()]
     # What the VMM itself would meet: its own root, its own user.
-    tries = ["/etc/passwd", "/proc/1/environ", str(runtime.host.layout.assets / "manifest.json"), "/shared/kernel"]
+    tries = ["/etc/passwd", "/proc/1/environ", str(runtime.host.layout.assets / "manifest.json"), "/shared/base"]
     body = "head -c1 $f >/dev/null 2>&1 && echo read; ( : >>$f ) 2>/dev/null && echo written"
     script = f"for f in {' '.join(tries)}; do {body}; done"
     enter = ["nsenter", f"--target={instance.pid}", "--mount", "--net", "--root"]
     user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
     asked = await asyncio.create_subprocess_exec(*enter, *user, "sh", "-c", script, stdout=asyncio.subprocess.PIPE)
     said, _ = await asked.communicate()
-    assert said.split() == [b"read"]  # the kernel it boots, and nothing of it can be written
+    assert said.split() == [b"read"]  # the image of its template, and nothing of it can be written
     networks = await asyncio.to_thread(_fields, Path(f"/proc/{instance.pid}/net/dev"))
     assert [name.strip() for name in networks] == ["lo"]
     assert await kit.output("cat /sys/fs/cgroup/sandbox/pids.max") == "64"

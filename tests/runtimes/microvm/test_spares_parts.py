@@ -35,7 +35,7 @@ from sandyard.runtimes.microvm.starting import Starter
 from tests.yard import needs_qemu, node_home
 
 CHOICE = Choice(Engine("qemu", "1"), Assets(Path("kernel"), Path("initrd"), "1", "agent", "digest"), "tcg", 1.0)
-KIND = Kind(CHOICE, 224, 192, 1.0, tap=False, layers=1)
+KIND = Kind(CHOICE.engine, CHOICE.accel, 224, 192, 1.0, tap=False, layers=1)
 
 
 @pytest.fixture
@@ -59,13 +59,21 @@ def leave(layout: Layout, cgroups: Cgroups, name: str) -> list[Path]:
 
 
 def test_kinds_differ_by_all_that_a_vmm_is_started_with() -> None:
-    later = replace(CHOICE, engine=Engine("qemu", "2"))
-    other = replace(CHOICE, assets=replace(CHOICE.assets, digest="another"))
-    assert len({KIND, replace(KIND), replace(KIND, choice=replace(CHOICE))}) == 1
     changes = ({"memory_mb": 225}, {"cpu": 0.5}, {"tap": True}, {"layers": 0}, {"overhead_mb": 200})
-    kinds = {replace(KIND, **change) for change in changes}
-    kinds |= {KIND, *(replace(KIND, choice=choice) for choice in (later, other, replace(CHOICE, accel="kvm")))}
-    assert len(kinds) == 9
+    kinds = {KIND, replace(KIND), *(replace(KIND, **change) for change in changes)}
+    kinds |= {replace(KIND, engine=Engine("qemu", "2")), replace(KIND, accel="kvm")}
+    assert len(kinds) == 8
+
+
+def test_what_boots_from_now_on_makes_no_other_kind(layout: Layout) -> None:
+    """One that waits for a state has no kernel but the one in the memory that it gets."""
+    starter, spec = Starter(Settings(), layout, cast(Cgroups, None)), SandboxSpec("box", Rootfs([layout.state]))
+    later = replace(CHOICE, assets=replace(CHOICE.assets, digest="another", kernel=Path("another")), boot_seconds=2.0)
+    assert starter.kind(CHOICE, spec) == starter.kind(later, spec)
+    boots, waits = (" ".join(KIND.machine([], 5, 6, incoming=incoming).command()) for incoming in (False, True))
+    for option in ("-kernel /shared/kernel", "-initrd /shared/initrd", "-append "):
+        assert option in boots
+        assert option not in waits
 
 
 @needs_qemu

@@ -33,7 +33,7 @@ _VERSION_AT = 0x20E
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """`digest` is of kernel and RAM disk together: what a memory snapshot depends on."""
+    """`digest` is of kernel and RAM disk together: what a base was booted with. Memory needs none of the files."""
 
     kernel: Path
     initrd: Path

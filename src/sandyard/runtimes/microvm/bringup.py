@@ -16,7 +16,7 @@ from sandyard.errors import AgentLinkError, CreateFailed, SandboxError
 from sandyard.guest.client import LinkAgent, open_agent
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.finishing import ended
-from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.choice import Choice, Engine
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
 from sandyard.runtimes.microvm.machine import Accel
@@ -121,8 +121,8 @@ class BringUp:
             raise CreateFailed("vmm", f"it is gone: {self._host.said(spec.sandbox_id)}") from error
         return MicroVMInstance(spec, pid, pidfd, self._runtime)
 
-    async def control(self, instance: MicroVMInstance, choice: Choice, qmp: Qmp | None = None) -> None:
-        """Connect to a VMM that was started by `choice`, if not by `qmp` already, and limit what it does to the host's
+    async def control(self, instance: MicroVMInstance, engine: Engine, qmp: Qmp | None = None) -> None:
+        """Connect to a VMM that was started as `engine`, if not by `qmp` already, and limit what it does to the host's
         disk. Raises `CreateFailed`, also where it is another QEMU."""
         sandbox_id, rate = instance.spec.sandbox_id, self._host.settings.microvm.disk_mb_s << 20
         try:
@@ -130,7 +130,7 @@ class BringUp:
                 await instance.open_control(self._host.layout.qmp_socket(sandbox_id), _CONTROL_TIMEOUT)
             else:
                 instance.take_control(qmp)
-            self._check_engine(instance, choice.engine.version)
+            self._check_engine(instance, engine.version)
             if rate:
                 await instance.limit_disk(rate)
         except SandboxError as error:
@@ -148,7 +148,7 @@ class BringUp:
         self._host.instances[instance.spec.sandbox_id] = instance
         path, limit, patience = self._socket(instance), _BOOT_TIMEOUT[choice.accel], _CALL_TIMEOUT[choice.accel]
         try:
-            await self.control(instance, choice)
+            await self.control(instance, choice.engine)
             # One connection, however long the boot takes: a second would queue a second greeting to the agent.
             await self._answer(instance, lambda: open_agent(path, limit, call_timeout=patience))
             await identify(instance, secrets.token_bytes(64))

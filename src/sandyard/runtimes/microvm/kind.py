@@ -1,4 +1,4 @@
-"""Which VMMs are alike: all that one is started with, but for the sandbox it is for."""
+"""Which VMMs are alike: all that one is started with, but for the sandbox it is for, and the kernel if it boots one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.cgroup import VmLimits
-from sandyard.runtimes.microvm.choice import Choice
+from sandyard.runtimes.microvm.choice import Engine
 from sandyard.runtimes.microvm.launch import SHARED
-from sandyard.runtimes.microvm.machine import Absent, Drive, Machine
+from sandyard.runtimes.microvm.machine import Absent, Accel, Drive, Machine
+
+_KERNEL, _INITRD = "kernel", "initrd"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """`memory_mb`: the RAM of the guest; `layers`: how many committed ones it has as disks."""
 
-    choice: Choice
+    engine: Engine
+    accel: Accel
     memory_mb: int
     overhead_mb: int
     cpu: float
@@ -31,19 +35,14 @@ class Kind:
     @property
     def device(self) -> str:
         """Of the host, that its VMM needs."""
-        return "kvm" if self.choice.accel == "kvm" else ""
-
-    @property
-    def shared(self) -> dict[str, Path]:
-        """What all VMMs of this kind read."""
-        return {"kernel": self.choice.assets.kernel, "initrd": self.choice.assets.initrd}
+        return "kvm" if self.accel == "kvm" else ""
 
     def machine(self, drives: Sequence[Drive | Absent], agent_fd: int, qmp_fd: int, *, incoming: bool) -> Machine:
         return Machine(
-            binary=self.choice.engine.path,
-            accel=self.choice.accel,
-            kernel=SHARED / "kernel",
-            initrd=SHARED / "initrd",
+            binary=self.engine.path,
+            accel=self.accel,
+            kernel=SHARED / _KERNEL,
+            initrd=SHARED / _INITRD,
             memory_mb=self.memory_mb,
             vcpus=vcpus(self.cpu),
             agent_fd=agent_fd,
@@ -52,6 +51,11 @@ class Kind:
             tap=self.tap,
             incoming=incoming,
         )
+
+
+def booted(assets: Assets) -> dict[str, Path]:
+    """What a VMM reads whose guest boots, by its names below `SHARED`."""
+    return {_KERNEL: assets.kernel, _INITRD: assets.initrd}
 
 
 def vcpus(cpu: float) -> int:

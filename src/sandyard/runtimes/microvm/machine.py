@@ -83,8 +83,8 @@ class Absent:
 class Machine:
     """Everything a VMM is started with. Paths are as the VMM sees them; the sockets are open descriptors.
 
-    `incoming` waits for a state to be loaded. `tap`: it has
-    an interface, whose other end is `TAP`."""
+    `incoming` waits for a state to be loaded, and has no use for kernel and RAM disk. `tap`: it has an interface, whose
+    other end is `TAP`."""
 
     binary: str
     accel: Accel
@@ -113,7 +113,6 @@ class Machine:
             *("-accel", "kvm" if self.accel == "kvm" else f"tcg,thread=multi,tb-size={_TB_MB}"),
             *("-m", f"{self.memory_mb}M", "-smp", str(self.vcpus), "-object", self._memory()),
             *("-global", "migration.send-configuration=off"),
-            *("-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", self._append()),
             # A guest that ends stands still, so that whoever looks later still learns why.
             *("-action", "shutdown=pause,reboot=shutdown,panic=pause"),
             *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
@@ -124,7 +123,7 @@ class Machine:
             *(part for drive in self.drives for part in self._drive(drive)),
             *self._network(),
             *self._balloon(),
-            *(("-incoming", "defer", "-S") if self.incoming else ()),
+            *(("-incoming", "defer", "-S") if self.incoming else self._boot()),
         ]
 
     @property
@@ -135,6 +134,10 @@ class Machine:
         # Of one that waits for a state nothing is used: what is to be its memory is mapped over it.
         share = "off" if self.incoming else "on"
         return f"memory-backend-memfd,id=ram,size={self.memory_mb}M,share={share}"
+
+    def _boot(self) -> Sequence[str]:
+        # A guest that goes on has its kernel in its memory, and never boots again: a reset ends it.
+        return ("-kernel", str(self.kernel), "-initrd", str(self.initrd), "-append", self._append())
 
     def _append(self) -> str:
         # There is no keyboard controller that could reset it: a panic ends in a triple fault, which QEMU sees.

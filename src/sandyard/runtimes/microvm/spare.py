@@ -81,7 +81,7 @@ class Spare:
                     own=self.own,
                     uid=self.uid,
                     groups=groups,
-                    shared=kind.shared,
+                    shared={},
                     log=self.home / "vmm.log",
                     device=kind.device,
                     gate=LATER if kind.tap else "",

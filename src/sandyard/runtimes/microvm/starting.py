@@ -17,7 +17,7 @@ from sandyard.runtimes.microvm.cgroup import make_groups
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.disks import KEPT, Disks
 from sandyard.runtimes.microvm.images import image_of
-from sandyard.runtimes.microvm.kind import Kind
+from sandyard.runtimes.microvm.kind import Kind, booted
 from sandyard.runtimes.microvm.launch import SHARED, VmStart, listen, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Drive
@@ -64,7 +64,7 @@ class Starter:
             raise CreateFailed("disk", str(error)) from error
         except ValueError as error:
             raise CreateFailed("spec", str(error)) from error
-        return self._run(self.kind(choice, spec, tap=tap), spec, drives, shared)
+        return self._run(self.kind(choice, spec, tap=tap), spec, drives, {**booted(choice.assets), **shared})
 
     def start_incoming(
         self, choice: Choice, spec: SandboxSpec, memory: str, blank_conf: int, descriptors: Sequence[int]
@@ -89,13 +89,14 @@ class Starter:
         disks = Disks(self._layout, spec)
         disks.prepare()
         write_conf(disks.kept, conf.PROBE)
-        return self._run(self.kind(choice, spec), spec, [_CONF_DRIVE], {KEPT: disks.kept})
+        return self._run(self.kind(choice, spec), spec, [_CONF_DRIVE], {**booted(choice.assets), KEPT: disks.kept})
 
     def kind(self, choice: Choice, spec: SandboxSpec, *, tap: bool = False) -> Kind:
         """Of the VMM of such a sandbox. Raises `CreateFailed`."""
         _, files = split_layers(spec.rootfs.layers)
         own, cpu = self._settings.microvm, spec.resources.cpu
-        return Kind(choice, self.memory_mb(spec), own.overhead_mb, cpu, tap or spec.network is not None, len(files))
+        network = tap or spec.network is not None
+        return Kind(choice.engine, choice.accel, self.memory_mb(spec), own.overhead_mb, cpu, network, len(files))
 
     def drives(self, spec: SandboxSpec) -> tuple[list[Drive], dict[str, Path]]:
         """Of a guest on its disk and its committed layers; and, by names below `SHARED`, what its VMM gets to see of
@@ -175,7 +176,7 @@ class Starter:
                 save_below(home, memory)
                 agent_fd = listen(stack, self._layout.agent_socket(sandbox_id))
                 qmp_fd = listen(stack, self._layout.qmp_socket(sandbox_id))
-                plan = self.plan(spec, groups, {**kind.shared, **shared}, kind.device, tap=kind.tap)
+                plan = self.plan(spec, groups, shared, kind.device, tap=kind.tap)
             except OSError as error:
                 raise CreateFailed("sockets", f"{home}: {error}") from error
             command = kind.machine(disks, agent_fd, qmp_fd, incoming=bool(incoming)).command()

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sandyard.errors import SandboxError
+from sandyard.guest.wire import VERSION
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import read_json, write_json
 from sandyard.runtimes.microvm.choice import Choice
@@ -37,6 +38,7 @@ def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
         network=spec.network is not None,
         image=_identity(block),
         layers=[_layer(layer) for layer in files],
+        protocol=VERSION,
     )
 
 

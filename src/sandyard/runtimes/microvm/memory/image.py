@@ -20,7 +20,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,20 +29,22 @@ from sandyard.runtimes.durable import sync
 from sandyard.runtimes.exchange import put_in_place
 from sandyard.runtimes.microvm.qcow2 import header_of
 
-FORMAT = 2
+FORMAT = 3
+_FORMATS = (2, FORMAT)
+"""What can be read. Before 3 it was not said which protocol the agent speaks: it was the first."""
 _WHATS = ("ram", "base", "state")
 _WORDS = {
     "accel": "accelerator",
     "machine": "machine type",
     "cpu": "CPU model",
     "engine": "QEMU",
-    "kernel": "guest kernel",
     "vcpus": "number of CPUs",
     "memory_mb": "memory in MiB",
     "disk_mb": "disk in MiB",
     "network": "network interface",
     "image": "block image of the template",
     "layers": "set of layers below",
+    "protocol": "protocol of the agent",
 }
 
 
@@ -55,7 +57,8 @@ class Unfit(SandboxError):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What must be the same for a guest to go on."""
+    """What a guest was made on. All but its kernel must be the same for it to go on: that, and the agent, are in its
+    memory, and what boots from now on is another matter."""
 
     accel: str
     machine: str
@@ -68,13 +71,13 @@ class Fit:
     network: bool
     image: str
     layers: Sequence[str]
+    protocol: int = 1  # that the agent speaks
 
     def check(self, here: Fit, what: Path) -> None:
         """Raises `Unfit` naming the first thing that is otherwise `here`."""
-        for each in fields(self):
-            theirs, ours = getattr(self, each.name), getattr(here, each.name)
+        for name, word in _WORDS.items():
+            theirs, ours = getattr(self, name), getattr(here, name)
             if theirs != ours:
-                word = _WORDS[each.name]
                 raise Unfit(f"the memory of {what.name} was taken with another {word}: {theirs}, here it is {ours}")
 
 
@@ -211,7 +214,7 @@ def load(name: Path) -> Manifest:
     if hashlib.sha256(content).hexdigest().encode() != digest:
         raise Unfit(f"{path} is not what was written")
     record: dict[str, Any] = json.loads(content)
-    if record.pop("format") != FORMAT:
+    if record.pop("format") not in _FORMATS:
         raise Unfit(f"{path} is of another version of Sandyard")
     return Manifest(**{**record, "fit": Fit(**record["fit"])})
 

@@ -120,7 +120,7 @@ class Restorer:
             with opened(name, manifest) as memory:
                 async with claim as vmm:
                     instance = self._hold(spec, vmm.pid)
-                    await self._bring_up.control(instance, kind.choice, vmm.control)
+                    await self._bring_up.control(instance, kind.engine, vmm.control)
                     numbers = await memory.send(vmm.control)
                     await ended(self._fill, sandbox_id, vmm.pid, memory, numbers)
                     await self._load(instance, STATE)
@@ -149,7 +149,7 @@ class Restorer:
             lambda: starter.start_incoming(choice, spec, name, memory.manifest.conf_bytes, [memory.state, *files])
         )
         instance = self._hold(spec, pid)
-        await self._bring_up.control(instance, choice)
+        await self._bring_up.control(instance, choice.engine)
         try:
             await ended(lambda: self._fill(spec.sandbox_id, pid, memory, files, done_with=files))
             await self._load(instance, str(memory.state))
