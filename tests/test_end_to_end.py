@@ -121,7 +121,7 @@ def test_a_killed_server_costs_rollouts_their_place_and_never_a_reward(home: Pat
     run, settings = tmp_path / "run", node_settings(home)
     server = EmbeddedServer(settings).start()
     try:
-        with Trainer(run, cache, server, "--max-steps", "2") as trainer:
+        with Trainer(run, cache, server, "--batch-size", "8", "--max-steps", "2") as trainer:
             trainer.wait_until((run / "trajectories.jsonl").exists, "a first batch")
             trainer.wait_until(lambda: living(server), "a sandbox in use")
             assert server.pid is not None

@@ -65,6 +65,17 @@ async def guest_settings(settings: Settings) -> Settings:
     return ready
 
 
+def share_boots(source: Settings, target: Settings) -> None:
+    """What guests of `source` booted, which accelerator does and their bases, need not boot again for `target`: it
+    has further names of those files, which are never written."""
+    seed, layout = Layout.of(source), Layout.of(target)
+    if (seed.assets / "accel.json").exists():
+        shutil.copyfile(seed.assets / "accel.json", layout.assets / "accel.json")
+    for home in seed.bases.glob("[!.]*"):
+        if not (layout.bases / home.name).exists():
+            shutil.copytree(home, layout.bases / home.name, copy_function=os.link)
+
+
 def leftovers(home: Path) -> list[str]:
     """Mounts, processes and loop devices that still belong to the node below `home`."""
     mark = str(home)

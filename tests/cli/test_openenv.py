@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import pytest
 from websockets.asyncio.client import connect
 
+from tests.cli.conftest import Run
+
 SERVE = (sys.executable, "-m", "sandyard", "openenv", "serve")
 
 
@@ -45,8 +47,11 @@ async def test_help_says_what_can_be_chosen() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-async def test_what_cannot_be_served_is_refused_in_one_line(options: Sequence[str], why: str) -> None:
-    status, text = await _run("--workers", "1", "--port", "0", *options)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    options: Sequence[str], why: str, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = run("openenv", "serve", "--workers", "1", "--port", "0", *options)
+    text = "".join(capsys.readouterr())
     assert status == 2, text
     assert why in text
     assert "Traceback" not in text

@@ -237,7 +237,7 @@ async def test_list_refuses_over_a_hundred_thousand(agent: LinkAgent, tmp_path: 
 
 async def test_files_that_vanish_during_a_list(agent: LinkAgent, tmp_path: Path) -> None:
     script = (
-        f"i=0; while [ $i -lt 600 ]; do : > {tmp_path}/$((i % 50)); rm -f {tmp_path}/$((i * 7 % 50)); i=$((i+1)); done"
+        f"i=0; while [ $i -lt 200 ]; do : > {tmp_path}/$((i % 50)); rm -f {tmp_path}/$((i * 7 % 50)); i=$((i+1)); done"
     )
     churn = subprocess.Popen(["sh", "-c", script])
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -20,19 +20,28 @@ from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.server.embedded import EmbeddedServer
 from tests.network.conftest import Internet
-from tests.yard import guest_settings, needs_qemu
+from tests.yard import guest_settings, needs_qemu, node_home, node_settings, share_boots
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(400), needs_qemu]
 
 
+@pytest.fixture(scope="module")
+def booted() -> Iterator[Settings]:
+    """What the first guest booted, for the second: without sandboxes, and without a network."""
+    with node_home() as home:
+        yield asyncio.run(guest_settings(node_settings(home)))
+
+
 @pytest_asyncio.fixture
-async def guest(settings: Settings, slots: Slots) -> AsyncIterator[Kit]:
+async def guest(settings: Settings, slots: Slots, booted: Settings) -> AsyncIterator[Kit]:
     """A guest with a way out that is closed; afterwards there is none, and no namespace of one."""
     ready = await guest_settings(settings)
+    await asyncio.to_thread(share_boots, booted, ready)
     base = (await build_base(Settings())).rootfs
     runtime = NetworkedRuntime(MicroVMRuntime(ready), slots)
     try:
         instance = await runtime.create(SandboxSpec("guest", base, Resources(memory_mb=192, disk_mb=64)))
+        await asyncio.to_thread(share_boots, ready, booted)
         yield Kit(runtime, base, instance)
         await runtime.destroy("guest")
         assert await runtime.list() == []

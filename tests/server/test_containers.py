@@ -149,9 +149,7 @@ def test_what_a_killed_server_promised_is_kept_by_the_next(settings: Settings, m
         assert again.commands.run("echo 1").stdout == "1\n"
 
 
-@pytest.mark.parametrize(
-    "seed", [1, 2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4))])
 def test_a_server_killed_in_a_burst_leaves_nothing_behind(settings: Settings, seed: int) -> None:
     server = EmbeddedServer(settings).start()
     stop = threading.Event()

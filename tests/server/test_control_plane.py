@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import httpx
 import pytest
 
+from sandyard.config import PoolSettings
 from sandyard.errors import CreateFailed, DeathReason, HostError
 from sandyard.runtimes.base import Capabilities
-from tests.server.conftest import LiveServer
+from tests.server.conftest import LiveServer, memory_settings, running
 
 
 def create(api: httpx.Client, path: str = "/v2/sandboxes", **body: object) -> dict[str, Any]:
@@ -23,11 +25,13 @@ def create(api: httpx.Client, path: str = "/v2/sandboxes", **body: object) -> di
     return made
 
 
-def test_health_and_metrics_need_no_key(server: LiveServer) -> None:
-    assert httpx.get(f"{server.url}/health").status_code == 204
-    with server.client() as api:
-        create(api)
-    text = httpx.get(f"{server.url}/metrics").text
+def test_health_and_metrics_need_no_key(tmp_path: Path) -> None:
+    # No pool, which would have another one made after this, sooner or later.
+    with running(memory_settings(tmp_path).model_copy(update={"pool": PoolSettings(low=0, high=0)})) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 204
+        with server.client() as api:
+            create(api)
+        text = httpx.get(f"{server.url}/metrics").text
     assert "sandyard_sandboxes_running 1.0" in text
     figures = dict(line.split(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(figures["sandyard_memory_promised_bytes"]) == 512 << 20

@@ -165,7 +165,7 @@ class Rotation:
             return
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("times", [4, pytest.param(60, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
 def test_a_server_that_is_killed_amid_snapshots_has_the_old_or_the_new(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, times: int

@@ -65,52 +65,50 @@ async def test_slots_are_worked_on_side_by_side(open_pool: OpenPool) -> None:
         assert max(nap["from"] for nap in naps) < min(nap["to"] for nap in naps)
 
 
-@pytest.mark.parametrize("slot", [-1, 4, 100, True])
-async def test_an_index_out_of_range_is_refused_before_anything_is_done(open_pool: OpenPool, slot: int) -> None:
+async def test_an_index_out_of_range_is_refused_before_anything_is_done(open_pool: OpenPool) -> None:
     async with open_pool(size=4) as pool:
         await pool.reset_batch([None] * 4)
-        with pytest.raises(BadRequest, match=f"slot {slot} is out of range: the pool has 4"):
-            await pool.step_batch([*count(0), SlotCall(slot, "count")])
-        with pytest.raises(BadRequest, match="out of range"):
-            await pool.reset_batch([None], [slot])
-        with pytest.raises(BadRequest, match="out of range"):
-            await pool.execute_batch([SlotProgram(slot, "x")])
-        with pytest.raises(BadRequest, match="2 tasks for 1 slots"):
-            await pool.reset_batch([None, None], [0])
+        for slot in (-1, 4, 100, True):
+            with pytest.raises(BadRequest, match=f"slot {slot} is out of range: the pool has 4"):
+                await pool.step_batch([*count(0), SlotCall(slot, "count")])
+            with pytest.raises(BadRequest, match="out of range"):
+                await pool.reset_batch([None], [slot])
+            with pytest.raises(BadRequest, match="out of range"):
+                await pool.execute_batch([SlotProgram(slot, "x")])
+            with pytest.raises(BadRequest, match="2 tasks for 1 slots"):
+                await pool.reset_batch([None, None], [0])
         assert await observed(pool, count(0)) == ["1"]
 
 
-@pytest.mark.parametrize(
-    ("how", "kind", "text"),
-    [
-        ("died", SandboxDied, r"sandbox s1 died: oom \(too big\)"),
-        ("full", CapacityError, "full"),
-        ("own", RuntimeError, "tests.envs.pool.probes.OwnError: of mine 3"),
-        ("exit", RuntimeError, "builtins.SystemExit: 3"),
-        ("unpicklable", TypeError, "the env's answer cannot leave its process"),
-        ("nan", VerifierError, "reward nan"),
-        ("else", KeyError, "else"),
-    ],
-)
-async def test_a_slots_failure_is_typed_and_its_own(
-    open_pool: OpenPool, how: str, kind: type[Exception], text: str
-) -> None:
-    async with open_pool(size=3) as pool:
-        await pool.reset_batch([None] * 3)
-        first, failed, last = await pool.step_batch([*count(0), SlotCall(1, "fail", {"how": how}), *count(2)])
-        assert (first.observation, last.observation) == ("1", "1")
-        assert (failed.status, failed.reward, failed.done) == (StepStatus.INFRA_ERROR, None, False)
-        assert type(failed.info["error"]) is kind
-        assert failed.observation.startswith("slot 1: ")
-        # The same as an env raises it, for those who know what to do about it.
-        with pytest.raises(kind, match=text) as caught:
-            await pool.env(1).step("fail", {"how": how})
-        if isinstance(caught.value, CapacityError):
-            assert caught.value.retry_after == 7.0
-        if isinstance(caught.value, SandboxDied):
-            assert (caught.value.reason, caught.value.sandbox_id) == (DeathReason.OOM, "s1")
-        await pool.reset_batch([None], [1])
-        assert await observed(pool, count(1, 0)) == ["1", "2"]
+FAILURES: list[tuple[str, type[Exception], str]] = [
+    ("died", SandboxDied, r"sandbox s1 died: oom \(too big\)"),
+    ("full", CapacityError, "full"),
+    ("own", RuntimeError, "tests.envs.pool.probes.OwnError: of mine 3"),
+    ("exit", RuntimeError, "builtins.SystemExit: 3"),
+    ("unpicklable", TypeError, "the env's answer cannot leave its process"),
+    ("nan", VerifierError, "reward nan"),
+    ("else", KeyError, "else"),
+]
+
+
+async def test_a_slots_failure_is_typed_and_its_own(open_pool: OpenPool) -> None:
+    async with open_pool(size=3) as pool:  # one for all of them: workers take a second or two to start
+        for how, kind, text in FAILURES:
+            await pool.reset_batch([None] * 3)
+            first, failed, last = await pool.step_batch([*count(0), SlotCall(1, "fail", {"how": how}), *count(2)])
+            assert (first.observation, last.observation) == ("1", "1"), how
+            assert (failed.status, failed.reward, failed.done) == (StepStatus.INFRA_ERROR, None, False), how
+            assert type(failed.info["error"]) is kind, how
+            assert failed.observation.startswith("slot 1: "), how
+            # The same as an env raises it, for those who know what to do about it.
+            with pytest.raises(kind, match=text) as caught:
+                await pool.env(1).step("fail", {"how": how})
+            if isinstance(caught.value, CapacityError):
+                assert caught.value.retry_after == 7.0
+            if isinstance(caught.value, SandboxDied):
+                assert (caught.value.reason, caught.value.sandbox_id) == (DeathReason.OOM, "s1")
+            await pool.reset_batch([None], [1])
+            assert await observed(pool, count(1, 0)) == ["1", "2"], how
 
 
 async def test_failures_of_reset_and_execute(open_pool: OpenPool) -> None:

@@ -71,7 +71,7 @@ async def test_what_a_pull_holds_stays(make: MakeSettings, tmp_path: Path) -> No
 
 
 async def test_many_pulls_into_a_small_store(make: MakeSettings, tmp_path: Path) -> None:
-    """200 MiB into 40: the store keeps within its mark at every step, a template's files stay as they are."""
+    """100 MiB into 40: the store keeps within its mark at every step, a template's files stay as they are."""
     settings = make(store_high_mb=40, store_low_mb=30)
     store = LayerStore(settings)
     shared = random_layer("shared", 2 * MIB)
@@ -82,7 +82,7 @@ async def test_many_pulls_into_a_small_store(make: MakeSettings, tmp_path: Path)
         nonlocal peak
         peak = max(peak, bytes_below(store.home) + bytes_below(downloads_home(settings)))
 
-    for number in range(25):
+    for number in range(12):
         home = tmp_path / "image"
         source = layout(home, shared, random_layer("a", 4 * MIB), random_layer("b", 4 * MIB))
         async with needs(settings, unused_goes(settings)) as given:

@@ -111,11 +111,11 @@ def delete_template(server: EmbeddedServer, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_200_mib_of_builds_into_40(
+def test_100_mib_of_builds_into_40(
     settings: Settings, clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_registry(tmp_path / "registry") as registry:
-        fill(settings, registry, 12, 16 * MIB, (40, 56), monkeypatch.setenv)
+        fill(settings, registry, 6, 16 * MIB, (40, 56), monkeypatch.setenv)
 
 
 @pytest.mark.full

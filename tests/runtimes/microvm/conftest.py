@@ -1,4 +1,6 @@
-"""Real guests: one state directory for a module's tests, and a runtime that leaves nothing."""
+"""Real guests: one state directory for a module's tests, and a runtime that leaves nothing.
+
+What takes a boot is done once for all modules: the choice of an accelerator, and a base of the usual size."""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ import pytest_asyncio
 
 from sandyard.config import PathSettings, Settings
 from sandyard.images.base import build_base
-from sandyard.runtimes.base import Rootfs
+from sandyard.runtimes.base import Rootfs, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime
-from tests.yard import guest_settings, node_home
+from tests.runtimes.microvm.victim import SMALL
+from tests.yard import guest_settings, node_home, share_boots
 
 HERE = Path(__file__).parent
 
@@ -27,11 +30,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"this host has no {qemu}: sandyard setup microvm"))
 
 
-@pytest.fixture(scope="module")
-def settings() -> Iterator[Settings]:
+@pytest.fixture(scope="session")
+def booted() -> Iterator[Settings]:
+    """A node on which a guest of `SMALL` has booted."""
     with node_home() as home:
-        paths = PathSettings(state=home / "state", run=home / "run")
-        yield asyncio.run(guest_settings(Settings(paths=paths)))
+        ready = asyncio.run(guest_settings(_settings(home)))
+        asyncio.run(_boot(ready))
+        yield ready
+
+
+async def _boot(settings: Settings) -> None:
+    runtime = MicroVMRuntime(settings)
+    try:
+        await runtime.create(SandboxSpec("booted", (await build_base(Settings())).rootfs, SMALL))
+        await runtime.destroy("booted")
+    finally:
+        await runtime.close()
+
+
+def _settings(home: Path) -> Settings:
+    return Settings(paths=PathSettings(state=home / "state", run=home / "run"))
+
+
+@pytest.fixture(scope="module")
+def settings(booted: Settings) -> Iterator[Settings]:
+    """A node of the module's own."""
+    with node_home() as home:
+        ready = asyncio.run(guest_settings(_settings(home)))
+        share_boots(booted, ready)
+        yield ready
 
 
 @pytest_asyncio.fixture

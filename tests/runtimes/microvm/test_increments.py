@@ -30,7 +30,7 @@ while True:
     word = open("/run/ask").read().strip()
     if word == "change":
         for at in range(0, len(held), 16 << 16): held[at:at + 4096] = os.urandom(4096)
-    open("/run/told", "w").write(hashlib.sha256(held).hexdigest())
+    open("/run/told", "w").write(hashlib.md5(held).hexdigest())
 """
 
 

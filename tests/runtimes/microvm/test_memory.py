@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -79,13 +79,12 @@ async def counting(kit: Kit, pid: int) -> None:
 
 
 async def test_a_new_sandbox_is_a_copy_of_one_that_booted(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    (home,) = [path for path in runtime.host.layout.bases.iterdir() if path.is_dir()]
+    links = part(home / "base", "ram").stat().st_nlink
     first, kit = await made(runtime, base, "first")
-    began = time.monotonic()
     second, other = await made(runtime, base, "second")
-    took = time.monotonic() - began
-    assert took < (await runtime.choose()).boot_seconds  # of an empty guest, which mounts nothing
-    (home,) = [home for home in runtime.host.layout.bases.iterdir() if home.is_dir()]
-    assert part(home / "base", "ram").stat().st_nlink == 3
+    assert [home] == [path for path in runtime.host.layout.bases.iterdir() if path.is_dir()]
+    assert part(home / "base", "ram").stat().st_nlink == links + 2
     names = [await each.output("hostname; cat /etc/hostname") for each in (kit, other)]
     assert names == ["first\nfirst", "second\nsecond"]
     random = [
@@ -93,6 +92,14 @@ async def test_a_new_sandbox_is_a_copy_of_one_that_booted(runtime: MicroVMRuntim
     ]
     assert random[0] != random[1]
     assert first.pid != second.pid
+    boots = (await runtime.choose()).boot_seconds  # of an empty guest, which mounts nothing
+    took = [boots]
+    while min(took) >= boots:  # the host may be busier than it was at the boot, for a while
+        assert len(took) < 5, took
+        await runtime.destroy("second")
+        began = time.monotonic()
+        await made(runtime, base, "second")
+        took.append(time.monotonic() - began)
 
 
 async def test_what_is_suspended_goes_on_under_another_server(
@@ -159,7 +166,10 @@ async def test_a_snapshot_is_of_one_instant_and_its_source_goes_on(
         assert writer.pid in await copy.agent.processes()
 
 
-async def test_forks_are_apart_from_the_first_moment(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
+@pytest.mark.parametrize("forks", [3, pytest.param(8, marks=pytest.mark.full)])
+async def test_forks_are_apart_from_the_first_moment(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, forks: int
+) -> None:
     instance, kit = await made(runtime, base, "source")
     # What runs in a copy at all runs with the copy's own name, time and randomness.
     await kit.start(
@@ -168,7 +178,7 @@ async def test_forks_are_apart_from_the_first_moment(runtime: MicroVMRuntime, ba
     )
     await instance.commit(layers / "one", memory=True, durable=False)
     seen: set[str] = set()
-    for count in range(8):
+    for count in range(forks):
         began = time.time()
         async with copied(runtime, base, layers / "one", f"fork{count}") as copy:
             await copy.output("while [ ! -e /run/first ]; do sleep 0.05; done")
@@ -177,7 +187,7 @@ async def test_forks_are_apart_from_the_first_moment(runtime: MicroVMRuntime, ba
             assert began - 2 < int(at) < time.time() + 1
             seen |= {uuid, await copy.output("head -c 16 /dev/urandom | od -An -tx1")}
             seen.add(await copy.output("cat /proc/sys/kernel/random/uuid"))
-    assert len(seen) == 24
+    assert len(seen) == 3 * forks
     assert await kit.output("hostname") == "source"
 
 
@@ -219,22 +229,20 @@ def _flip(path: Path) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip])
-async def test_what_is_damaged_is_refused(
-    runtime: MicroVMRuntime, base: Rootfs, layers: Path, damage: Callable[[Path], None]
-) -> None:
+async def test_what_is_damaged_is_refused(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
     instance, _ = await made(runtime, base, "whole")
     await instance.commit(layers / "one", memory=True, durable=False)
     for path in (layers / "one", *(part(layers / "one", what) for what in ("state", "ram", "pages0", "memory"))):
         kept = layers / "kept"
         shutil.copyfile(path, kept)
-        path.unlink()  # its other names stay as they are
-        shutil.copyfile(kept, path)
-        await asyncio.to_thread(damage, path)
-        with pytest.raises(CreateFailed) as caught:
-            await runtime.create(spec_of(base, layers / "one", "broken"))
-        assert caught.value.stage == "snapshot"
-        assert path.name in caught.value.message or "one" in caught.value.message
+        for damage in (_cut, _flip):
+            path.unlink()  # its other names stay as they are
+            shutil.copyfile(kept, path)
+            await asyncio.to_thread(damage, path)
+            with pytest.raises(CreateFailed) as caught:
+                await runtime.create(spec_of(base, layers / "one", "broken"))
+            assert caught.value.stage == "snapshot", damage
+            assert path.name in caught.value.message or "one" in caught.value.message, damage
         path.unlink()
         with pytest.raises(CreateFailed) as caught:
             await runtime.create(spec_of(base, layers / "one", "broken"))

@@ -177,7 +177,7 @@ async def test_kills_leave_the_old_or_the_new(
     print(f"{campaign.came_back} of {kills} came back")
 
 
-@pytest.mark.parametrize("stops", [8, pytest.param(60, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stops", [4, pytest.param(60, marks=pytest.mark.full)])
 async def test_a_server_that_stops_leaves_nothing_half(
     runtime: MicroVMRuntime, settings: Settings, base: Rootfs, stops: int
 ) -> None:

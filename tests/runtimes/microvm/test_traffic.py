@@ -51,8 +51,9 @@ async def busy(instance: MicroVMInstance, process: Process) -> AsyncIterator[lis
         assert all(isinstance(each, asyncio.CancelledError | SandboxError) for each in ended), ended
 
 
+@pytest.mark.parametrize("times", [2, pytest.param(8, marks=pytest.mark.full)])
 async def test_snapshots_and_pauses_under_traffic_can_be_restored(
-    runtime: MicroVMRuntime, settings: Settings, base: Rootfs
+    runtime: MicroVMRuntime, settings: Settings, base: Rootfs, times: int
 ) -> None:
     layers = settings.paths.state / "layers"
     shutil.rmtree(layers, ignore_errors=True)
@@ -62,7 +63,7 @@ async def test_snapshots_and_pauses_under_traffic_can_be_restored(
     assert isinstance(instance, MicroVMInstance)
     process = await Kit(runtime, base, instance).start("while :; do echo $RANDOM$RANDOM$RANDOM; done")
     async with busy(instance, process) as counts:
-        for count in range(4):
+        for count in range(times):
             before = list(counts)
             layer = layers / f"layer{count}"
             await instance.commit(layer, memory=True, durable=False)

@@ -20,6 +20,6 @@ def _node(home: Path, storage: Path) -> Node:
 
 
 @pytest.mark.timeout(300)
-def test_ten_kills(tmp_path: Path) -> None:
+def test_six_kills(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
-    rounds(_node(tmp_path / "a", storage), _node(tmp_path / "b", storage), storage, 10)
+    rounds(_node(tmp_path / "a", storage), _node(tmp_path / "b", storage), storage, 6)
