@@ -148,6 +148,17 @@ def test_what_is_started_is_kept_with_its_memory_where_that_can_be(server: LiveS
     assert made["buildID"]
 
 
+def test_a_machine_that_is_more_than_the_host_is_the_callers_mistake(server: LiveServer) -> None:
+    runtime = server.runtime
+    runtime.capabilities = replace(runtime.capabilities, shared_kernel=False)
+    with server.client() as api:
+        assert api.post("/v3/templates", json={"name": "huge", "memoryMB": 10_000_000}).status_code == 400
+        order = {"image": "base", "memoryMB": 10_000_000}
+        reply = api.post("/sandboxes-cold", json=order)
+        assert (reply.status_code, reply.json()["code"]) == (400, 400)
+        assert "more than this host can have" in reply.json()["message"]
+
+
 def test_a_build_says_what_takes_long(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = server.runtime
     runtime.capabilities = replace(runtime.capabilities, memory_snapshot=True)

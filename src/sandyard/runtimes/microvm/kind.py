@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,4 +56,5 @@ class Kind:
 
 
 def vcpus(cpu: float) -> int:
-    return max(1, math.ceil(cpu))
+    """Not more than the host has: a guest with dozens that take turns on a few hardly boots."""
+    return max(1, min(math.ceil(cpu), os.cpu_count() or 1))

@@ -103,6 +103,7 @@ class SandboxWorkshop:
             timer.cancel()
 
     async def _take_place(self, resources: Resources) -> None:
+        self._manager.admission.check(resources)
         told = False
         while True:
             while self._manager.admission.shortage(resources) is not None and await self._manager.pool.evict():
