@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -142,6 +144,27 @@ def test_what_is_not_for_this_user_to_read_is_said_in_one_line(
     printed = capsys.readouterr()
     assert "Permission denied: '/state/templates'; run as root" in printed.err
     assert (len(printed.err.splitlines()), printed.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "/state/x: No space left on device; free space"),
+        (errno.EROFS, "/state/x: Read-only file system; set"),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_said_in_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    def fail(settings: object) -> None:
+        raise OSError(number, os.strerror(number), "/state/x")
+
+    monkeypatch.setattr("sandyard.server.serve.run_server", fail)
+    assert run("serve") == 1
+    assert said in capsys.readouterr().err
+    number = errno.EBADF
+    with pytest.raises(OSError, match="Bad file"):
+        run("serve")
 
 
 def test_the_doctor_tells_each_thing_as_it_is_found_in_one_line(
