@@ -12,13 +12,13 @@ help:  ## list the targets
 quickstart: install setup  ## set up, then train the nano policy in real sandboxes (about 10 minutes)
 	$(SANDYARD) train recipes/code_rl
 
-install:
+install:  ## Sandyard into .venv, without what tests need
 	@scripts/bootstrap.sh server,train,data
 
 install-dev:
 	@scripts/bootstrap.sh $(ALL_EXTRAS)
 
-setup:
+setup:  ## what sandboxes need on this host: sandyard setup
 	@$(SANDYARD) setup
 
 check: install-dev  ## lint, format and types, on source and tests

@@ -1,4 +1,4 @@
-"""`make bench`: every figure beside a peer of the same run, as ratios; JSON and a picture are kept."""
+"""`make bench`: every figure beside a peer of the same run, as ratios; JSON and pictures are kept."""
 
 from __future__ import annotations
 
@@ -187,7 +187,11 @@ def _keep(report: Report, load: str) -> None:
     document = {"machine": machine, "figures": rows, "skipped": report.skipped}
     stem.with_suffix(".json").write_text(json.dumps(document, indent=2))
     picture.draw(report, stem.with_suffix(".png"), load)
-    console.print(f"kept: {stem}.json and {stem}.png", markup=False)
+    kept = [f"{stem}.json", f"{stem}.png"]
+    costs = stem.with_name(f"{stem.name}-microvm.svg")
+    if picture.draw_costs(report, costs, load):
+        kept.append(str(costs))
+    console.print(f"kept: {', '.join(kept)}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

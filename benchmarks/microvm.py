@@ -163,10 +163,15 @@ class _Case:
         return (time.perf_counter() - began) * 1e3
 
     def _add(self, what: str, samples: list[float], *, unit: str = "ms", note: str = "", kept: bool = True) -> None:
-        small = f"{what}: {GUEST_MB[0]} MB guest, {self._dirty_mb} MB changed"
-        name = f"{what}: {self._guest_mb} MB guest, {self._dirty_mb} MB changed"
+        small = name_of(what, GUEST_MB[0], self._dirty_mb)
+        name = name_of(what, self._guest_mb, self._dirty_mb)
         peer = small if kept and name != small and self._report.find(small) is not None else None
         self._report.add(Figure(name, samples, unit=unit, peer=peer, note=note))
+
+
+def name_of(what: str, guest_mb: int, dirty_mb: int) -> str:
+    """Of a figure."""
+    return f"{what}: {guest_mb} MB guest, {dirty_mb} MB changed"
 
 
 async def _dirty(instance: MicroVMInstance, megabytes: int) -> None:

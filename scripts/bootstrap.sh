@@ -8,6 +8,20 @@ extras=${1:-server,train,data}
 say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
 fail() { printf '[setup] FAILED: %s\n' "$*" >&2; exit 1; }
 
+some() {  # of what comes in, the last line every ten seconds
+  local line last="" status began=$SECONDS next=10
+  while true; do
+    status=0
+    IFS= read -r -t 10 line || status=$?
+    ((status == 0 || status > 128)) || return 0  # above 128: nothing came in that time
+    ((status > 128)) || last=$line
+    if ((SECONDS - began >= next)); then
+      say "  $((SECONDS - began)) s: ${last:0:100}"
+      next=$((SECONDS - began + 10))
+    fi
+  done
+}
+
 apt_install() {
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     say "installing Debian packages: $*"
@@ -56,8 +70,8 @@ stamp=.venv/.sandyard-$(printf '%s' "$extras" | tr ',' '-')
 want=$(cat pyproject.toml constraints.txt hatch_build.py scripts/bootstrap.sh | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$want" ]; then
   say "installing Sandyard [$extras] and the versions in constraints.txt into .venv (a few minutes the first time)"
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" ||
-    fail "pip could not install; the lines above say which package. Check the package index and disk space, then run this again"
+  .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[$extras]" |
+    some || fail "pip could not install; the lines above say which package. Check the package index and disk space, then run this again"
   printf '%s' "$want" >"$stamp"
 fi
 # The guest agent: compiled again only when its sources changed.

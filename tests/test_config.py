@@ -24,9 +24,16 @@ def test_file_then_environment_then_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environ", "named"),
     [
-        ({"SANDYARD_SERVER__PORT": "many"}, "server.port from the environment"),
-        ({"SANDYARD_SERVER__PROT": "1"}, "server.prot from the environment"),
-        ({"SANDYARD_SANDBOX__CPU": "0"}, "sandbox.cpu from the environment"),
+        ({"SANDYARD_SERVER__PORT": "many"}, "server.port from the environment: .*, not 'many'"),
+        ({"SANDYARD_SERVER__PROT": "1"}, "server.prot from the environment: .*; did you mean server.port?"),
+        ({"SANDYARD_NOSUCH__THING": "1"}, "nosuch.* from the environment: .*src/sandyard/config.py"),
+        ({"SANDYARD_SANDBOX__CPU": "0"}, "sandbox.cpu from the environment: .*, not '0'"),
+        (
+            {"SANDYARD_SANDBOX__RUNTIME": "microvms"},
+            "sandbox.runtime from the environment: .*'microvm'.*not 'microvms'",
+        ),
+        ({"SANDYARD_MICROVM__QEMU": ""}, "microvm.qemu from the environment: .*, not ''"),
+        ({"SANDYARD_MICROVM__MODULES": "/m"}, "from the environment: microvm.kernel and microvm.modules come together"),
     ],
 )
 def test_a_wrong_value_or_key_is_named_with_its_source(environ: dict[str, str], named: str) -> None:

@@ -7,6 +7,7 @@ the key and where it was set: a setting that is silently ignored is worse than o
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import tomllib
@@ -116,13 +117,19 @@ class MicroVMSettings(_Section):
     """Sandboxes with a kernel of their own; `sandyard setup microvm` gets what they boot from."""
 
     accel: Literal["auto", "kvm", "tcg"] = "auto"  # auto: what a guest boots with
-    qemu: str = "qemu-system-x86_64"
+    qemu: str = Field(default="qemu-system-x86_64", min_length=1)
     kernel: Path | None = None  # a bzImage; None: the distribution's package
-    modules: Path | None = None  # its lib/modules/VERSION
+    modules: Path | None = None  # its lib/modules/VERSION; both are of use to `sandyard setup microvm` alone
     guest_mb: int = Field(default=96, ge=48)  # what the guest's own kernel takes, above sandbox.memory_mb
     overhead_mb: int = Field(default=192, ge=64)  # what the VMM itself may take on the host
     disk_mb_s: int = Field(default=0, ge=0)  # MiB a second that a guest may read and write on its disk; 0: no limit
     spares: int = Field(default=2, ge=0, le=16)  # VMMs that stand ready for the next starts of a kind; 0: none do
+
+    @model_validator(mode="after")
+    def _kernel_has_modules(self) -> Self:
+        if (self.kernel is None) != (self.modules is None):
+            raise ValueError("microvm.kernel and microvm.modules come together")
+        return self
 
 
 class ImageSettings(_Section):
@@ -255,8 +262,25 @@ def load_settings(
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        source = sources.get(key, "the settings")
-        raise ConfigError(f"setting {key} from {source}: {first['msg']}") from error
+        within = dict.fromkeys(source for name, source in sources.items() if name == key or name.startswith(f"{key}."))
+        source = " and ".join(within) or "the settings"
+        if first["type"] == "extra_forbidden":
+            raise ConfigError(f"setting {key} from {source}: there is none of that name", remedy=_near(key)) from error
+        value = first["input"]
+        given = f", not {str(value)[:80]!r}" if isinstance(value, str | int | float) else ""
+        said = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"setting {key} from {source}: {said}{given}") from error
+
+
+def _near(key: str) -> str:
+    names = {
+        f"{section}.{name}"
+        for section, field in Settings.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        for name in field.annotation.model_fields
+    }
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"did you mean {near[0]}?" if near else "all of them are in src/sandyard/config.py"
 
 
 def _default_file(environ: Mapping[str, str]) -> Path | None:

@@ -8,7 +8,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,11 +39,18 @@ class Finding:
     remedy: str | None = None
 
 
-async def diagnose(settings: Settings) -> list[Finding]:
-    """Try out everything a server with `settings` needs. Failures are findings, not exceptions."""
-    host = [_privileges(), _packages(settings), _disk(settings), _memory(settings), _port(settings), _watches()]
-    sandbox = [] if settings.sandbox.runtime == "memory" else await _sandbox(settings)
-    return [*host, *sandbox, *(await _network(settings)), _template(settings)]
+async def diagnose(settings: Settings) -> AsyncGenerator[Finding]:
+    """Try out everything a server with `settings` needs, each told as it is found. Failures are findings, not
+    exceptions."""
+    for found in (_privileges(), _packages(settings), _disk(settings), _memory(settings), _port(settings), _watches()):
+        yield found
+    if settings.sandbox.runtime != "memory":
+        async with aclosing(_sandbox(settings)) as findings:
+            async for found in findings:
+                yield found
+    if settings.network.egress != "off":
+        yield await _network(settings)
+    yield _template(settings)
 
 
 def _privileges() -> Finding:
@@ -110,32 +118,31 @@ def _template(settings: Settings) -> Finding:
     return Finding("template base", True, f"{template.source}, {template.size_bytes >> 20} MiB")
 
 
-async def _network(settings: Settings) -> list[Finding]:
-    if settings.network.egress == "off":
-        return []
+async def _network(settings: Settings) -> Finding:
     slots = Slots(settings)
     try:
-        return [Finding("network", True, await slots.probe())]
+        return Finding("network", True, await slots.probe())
     except SandyardError as error:
-        return [Finding("network", False, error.message, error.remedy)]
+        return Finding("network", False, error.message, error.remedy)
     finally:
         await slots.stop()
 
 
-async def _sandbox(settings: Settings) -> list[Finding]:
+async def _sandbox(settings: Settings) -> AsyncGenerator[Finding]:
     """Start sandboxes and see whether each promise holds in them."""
     runtime = open_runtime(settings)
     try:
         probe = await runtime.probe()
-        engine = Finding(_ENGINE[runtime.name], probe.works, probe.detail, probe.remedy)
-        if not probe.works:
-            return [engine]
-        return [engine, *(await _promises(runtime, settings))]
+        yield Finding(_ENGINE[runtime.name], probe.works, probe.detail, probe.remedy)
+        if probe.works:
+            async with aclosing(_promises(runtime, settings)) as findings:
+                async for found in findings:
+                    yield found
     finally:
         await runtime.close()
 
 
-async def _promises(runtime: Runtime, settings: Settings) -> list[Finding]:
+async def _promises(runtime: Runtime, settings: Settings) -> AsyncGenerator[Finding]:
     small = Resources(cpu=1.0, memory_mb=48, disk_mb=16, pids=24)
     empty = settings.paths.state.absolute() / "empty"
     template = TemplateStore(settings).find("base")
@@ -145,15 +152,16 @@ async def _promises(runtime: Runtime, settings: Settings) -> list[Finding]:
     began = time.monotonic()
     try:
         sandbox = await runtime.create(spec)
-        created = Finding("create a sandbox", True, f"{(time.monotonic() - began) * 1000:.0f} ms")
+        yield Finding("create a sandbox", True, f"{(time.monotonic() - began) * 1000:.0f} ms")
         tries: Sequence[tuple[str, Callable[[Instance], Awaitable[str]]]] = [
             ("own kernel", _own_kernel) if runtime.capabilities.own_kernel else ("user namespace", _user_namespace),
             ("disk limit", _disk_limit if runtime.capabilities.hard_disk_limit else _no_disk_limit),
             ("memory limit", _memory_limit),
         ]
-        return [created, *[await _try(name, body, sandbox, _TRY_SECONDS * runtime.pace) for name, body in tries]]
+        for name, body in tries:
+            yield await _try(name, body, sandbox, _TRY_SECONDS * runtime.pace)
     except SandyardError as error:
-        return [Finding("create a sandbox", False, error.message, error.remedy)]
+        yield Finding("create a sandbox", False, error.message, error.remedy)
     finally:
         await runtime.destroy(spec.sandbox_id)
 

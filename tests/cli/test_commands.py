@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from sandyard.cli.setup import SetupLines
+from sandyard.config import Settings
+from sandyard.doctor import Finding
 from tests.cli.conftest import Run
 from tests.server.conftest import LiveServer
 
@@ -98,6 +106,90 @@ def test_a_wrong_key_and_a_missing_server_say_what_to_do(
     monkeypatch.setenv("E2B_API_URL", "http://127.0.0.1:9")
     assert run("template", "list") == 1
     assert "start one with `sandyard serve`" in capsys.readouterr().err
+
+
+def test_a_sandbox_that_is_not_there_is_to_be_looked_for_and_a_snapshot_is_not_among_them(
+    server: LiveServer, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("pause", "nosuch") == 2
+    assert "; `sandyard list` shows what lives\n" in capsys.readouterr().err
+    assert run("logs", "nosuch") == 2
+    assert "; `sandyard list` shows what lives\n" in capsys.readouterr().err
+    assert run("snapshot", "delete", "nosuch") == 2
+    said = capsys.readouterr().err
+    assert "there are: base" in said
+    assert "list" not in said
+
+
+def test_the_first_program_of_the_readme(server: LiveServer) -> None:
+    text = Path("README.md").read_text()
+    program = text.partition("```python\n")[2].partition("```")[0]
+    key = server.settings.paths.state / "secrets" / "api-key"
+    for ours, theirs in (("/var/lib/sandyard/secrets/api-key", str(key)), ("http://127.0.0.1:8000", server.url)):
+        assert ours in program
+        program = program.replace(ours, theirs)
+    program = program.replace("python3 -c 'print(6*7)'", "echo 42")  # what the runtime in memory can do
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr, done.returncode) == ("42", "", 0)
+
+
+def test_what_is_not_for_this_user_to_read_is_said_in_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(settings: object) -> None:
+        raise PermissionError(13, "Permission denied", "/state/templates")
+
+    monkeypatch.setattr("sandyard.sandboxes.storage.usage.usage", refuse)
+    assert run("store", "df") == 1
+    printed = capsys.readouterr()
+    assert "Permission denied: '/state/templates'; run as root" in printed.err
+    assert (len(printed.err.splitlines()), printed.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "/state/x: No space left on device; free space"),
+        (errno.EROFS, "/state/x: Read-only file system; set"),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_said_in_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    def fail(settings: object) -> None:
+        raise OSError(number, os.strerror(number), "/state/x")
+
+    monkeypatch.setattr("sandyard.server.serve.run_server", fail)
+    assert run("serve") == 1
+    assert said in capsys.readouterr().err
+    number = errno.EBADF
+    with pytest.raises(OSError, match="Bad file"):
+        run("serve")
+
+
+def test_the_doctor_tells_each_thing_as_it_is_found_in_one_line(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remedy = f"run: apt-get install {'package ' * 20}end"
+    seen = []
+
+    async def diagnose(settings: Settings) -> AsyncIterator[Finding]:
+        yield Finding("packages", False, settings.sandbox.runtime, remedy)
+        seen.append(capsys.readouterr().out)
+        yield Finding("microVM", True, "boots", "guests run in software")
+
+    monkeypatch.setattr("sandyard.doctor.diagnose", diagnose)
+    assert run("doctor", "--runtime", "microvm") == 1
+    assert [line.split() for line in seen[0].splitlines()] == [
+        ["FAIL", "packages", "microvm"],
+        ["remedy:", *remedy.split()],
+    ]
+    assert "     note: guests run in software\n1 ok, 1 to mend\n" in capsys.readouterr().out
+
+
+def test_a_line_of_setup_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    SetupLines()("runtime", 1.0, "word " * 40 + "end")
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_help_names_every_command(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

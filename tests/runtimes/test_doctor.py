@@ -13,14 +13,14 @@ from sandyard.doctor import Finding, diagnose
 from sandyard.runtimes.base import Rootfs
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
-    return {finding.name: finding for finding in findings}
+async def found_by(settings: Settings) -> dict[str, Finding]:
+    return {finding.name: finding async for finding in diagnose(settings)}
 
 
 @pytest.mark.root
 async def test_a_host_that_works(settings: Settings) -> None:
     free = settings.model_copy(update={"server": ServerSettings(port=0)})
-    found = by_name(await diagnose(free))
+    found = await found_by(free)
     for name in ("privileges", "packages", "free disk", "memory", "port", "container engine", "create a sandbox"):
         assert found[name].ok, found[name]
     for name in ("user namespace", "disk limit", "memory limit"):
@@ -31,7 +31,7 @@ async def test_a_host_that_works(settings: Settings) -> None:
 @pytest.mark.root
 async def test_no_engine(settings: Settings) -> None:
     wanted = settings.model_copy(update={"container": ContainerSettings(engine="runsc")})
-    found = by_name(await diagnose(wanted))
+    found = await found_by(wanted)
     assert not found["packages"].ok
     assert "runsc" in (found["packages"].remedy or "")
     assert not found["container engine"].ok
@@ -40,7 +40,7 @@ async def test_no_engine(settings: Settings) -> None:
 
 async def test_an_unprivileged_user_gets_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    found = by_name(await diagnose(Settings(paths=PathSettings(state=tmp_path / "s", run=tmp_path / "r"))))
+    found = await found_by(Settings(paths=PathSettings(state=tmp_path / "s", run=tmp_path / "r")))
     assert not found["privileges"].ok
     assert not found["container engine"].ok
     assert "root" in (found["container engine"].remedy or "")
@@ -62,6 +62,6 @@ async def test_a_broken_promise_is_a_finding(
         raise doctor._BrokenPromise("it does not hold")
 
     monkeypatch.setattr(doctor, "_user_namespace", broken)
-    found = by_name(await diagnose(settings))
+    found = await found_by(settings)
     assert found["user namespace"] == Finding("user namespace", False, "it does not hold", "run: sandyard conformance")
     assert found["disk limit"].ok

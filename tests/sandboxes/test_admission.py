@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sandyard.config import Settings
-from sandyard.errors import CapacityError
+from sandyard.errors import BadRequest, CapacityError
 from sandyard.runtimes.base import Resources
 from sandyard.runtimes.memory import MemoryRuntime
 from sandyard.sandboxes import admission
@@ -43,6 +45,21 @@ def test_what_a_machine_takes_beside_its_memory_is_promised_too(
         machines.take(size)
     machines.release(size)
     machines.take(size)
+
+
+def test_a_machine_that_is_more_than_the_host_is_refused_for_good(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    host(monkeypatch, 4096, 4000)
+    runtime = Machines()
+    runtime.capabilities = replace(runtime.capabilities, shared_kernel=False)
+    machines, containers = Admission(Settings(), runtime), Admission(Settings(), MemoryRuntime())
+    machines.check(Resources(memory_mb=4096 - 288))
+    with pytest.raises(BadRequest, match=r"4000 MiB of memory is more than this host can have, 3808 MiB; ask for less"):
+        machines.check(Resources(memory_mb=4000))
+    assert "more than this host" in (machines.shortage(Resources(memory_mb=4000)) or "")
+    containers.check(Resources(memory_mb=100_000))
+    assert containers.shortage(Resources(memory_mb=8000)) is None
 
 
 def test_starts_under_way_are_not_given_the_same_memory(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -45,6 +46,28 @@ def test_two_servers_on_one_directory_refuse_each_other(tmp_path: Path) -> None:
             DirectoryLock(tmp_path)
     with DirectoryLock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "remedy"),
+    [
+        (errno.ENOSPC, "No space left", "free space there"),
+        (errno.EROFS, "Read-only", "a disk that can be written"),
+        (errno.EACCES, "Permission denied", "run as root"),
+        (errno.ENOTDIR, "Not a directory", "to directories"),
+    ],
+)
+@pytest.mark.parametrize("step", ["open", "pwrite"])
+def test_a_directory_that_takes_nothing_names_itself_and_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str, remedy: str, step: str
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(f"sandyard.server.lock.os.{step}", fail)
+    with pytest.raises(HostError, match=f"directory {tmp_path}: {said}") as caught, DirectoryLock(tmp_path) as lock:
+        lock.describe("http://127.0.0.1:1")
+    assert remedy in (caught.value.remedy or "")
 
 
 def test_an_embedded_server_serves_and_goes(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from e2b import BuildException, LogEntry, Sandbox, SandboxException, Template
 from sandyard.config import BuildSettings
 from sandyard.errors import BadRequest, CapacityError
 from sandyard.images.build import Cached, Level, State
-from sandyard.server.builds import BuildLog, FileStore
+from sandyard.runtimes.base import Instance, SandboxSpec
+from sandyard.server.builds import BuildLog, FileStore, workshop
 from sandyard.server.builds import queue as queue_module
 from sandyard.server.builds import tickets as tickets_module
 from sandyard.server.builds.cache import LayerCache
@@ -145,6 +146,35 @@ def test_what_is_started_is_kept_with_its_memory_where_that_can_be(server: LiveS
     assert server.call(sandbox.agent.processes()) == []
     assert len(layers) - len(sandbox.instance.spec.rootfs.layers) == starts
     assert made["buildID"]
+
+
+def test_a_machine_that_is_more_than_the_host_is_the_callers_mistake(server: LiveServer) -> None:
+    runtime = server.runtime
+    runtime.capabilities = replace(runtime.capabilities, shared_kernel=False)
+    with server.client() as api:
+        assert api.post("/v3/templates", json={"name": "huge", "memoryMB": 10_000_000}).status_code == 400
+        order = {"image": "base", "memoryMB": 10_000_000}
+        reply = api.post("/sandboxes-cold", json=order)
+        assert (reply.status_code, reply.json()["code"]) == (400, 400)
+        assert "more than this host can have" in reply.json()["message"]
+
+
+def test_a_build_says_what_takes_long(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = server.runtime
+    runtime.capabilities = replace(runtime.capabilities, memory_snapshot=True)
+    plain = runtime.create
+
+    async def create(spec: SandboxSpec) -> Instance:
+        await asyncio.sleep(0.2)
+        return await plain(spec)
+
+    monkeypatch.setattr(runtime, "create", create)
+    monkeypatch.setattr(workshop, "_SILENT_SECONDS", 0.05)
+    with server.client() as api:
+        made = build(api, "slow", "echo built", startCmd="sleep 50", readyCmd="true")
+        said = [entry["message"] for entry in status_of(api, made)["logEntries"]]
+    assert "starting a sandbox …" in said
+    assert "starting it as every sandbox of it, to be kept with its memory …" in said
 
 
 def test_a_failed_step_reaches_the_sdk_with_its_number(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:

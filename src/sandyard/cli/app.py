@@ -5,6 +5,7 @@ Exit status: 0 done; 1 it failed; 2 the call was wrong; `exec` gives the command
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 from typing import NoReturn
@@ -36,6 +37,14 @@ NOUNS = (
 )
 
 
+_HOSTS = {
+    errno.ENOSPC: "free space there, or set paths.state and paths.run to a bigger disk",
+    errno.EDQUOT: "free space there, or set paths.state and paths.run to a bigger disk",
+    errno.EROFS: "set paths.state and paths.run to a disk that can be written",
+    errno.EACCES: "run as root",
+}  # what the host lacks, wherever it is met
+
+
 def build_app() -> typer.Typer:
     """The root command with every noun registered."""
     app = typer.Typer(
@@ -61,6 +70,11 @@ def main() -> None:
         _fail(f"{error.request.url} answered {error.response.status_code}: {error.response.text.strip()}", 1)
     except httpx.TransportError as error:
         _fail(f"no server answers ({error}); start one with `sandyard serve` or set E2B_API_URL", 1)
+    except OSError as error:
+        if error.errno not in _HOSTS:
+            raise  # a fault of the program
+        remedy = _HOSTS[error.errno]
+        _fail(f"{error.filename or 'on this host'}: {error.strerror}; {remedy}", 1)
     except ModuleNotFoundError as error:
         _fail(f"{error}; install the extras: pip install 'sandyard[server,train,data]'", 1)
     except (e2b.SandboxException, e2b.TemplateException, e2b.AuthenticationException, e2b.RateLimitException) as error:

@@ -42,7 +42,7 @@ async def _run(settings: Settings, template: str) -> list[CheckResult]:
         if not probe.works:
             raise HostError(f"the {runtime.name} runtime does not work: {probe.detail}", remedy=probe.remedy)
         rootfs = TemplateStore(settings).get(template).rootfs
-        stdout.print(f"{runtime.name}: {probe.detail}", markup=False)
+        stdout.print(f"{runtime.name}: {probe.detail}", markup=False, soft_wrap=True)
         return await run_conformance(runtime, rootfs, on_result=_print_result)
     finally:
         await runtime.close()
@@ -52,4 +52,4 @@ def _print_result(result: CheckResult) -> None:
     marks = {True: "[green]ok  [/green]", False: "[red]FAIL[/red]", None: "[dim]n/a [/dim]"}
     mark = marks[result.ok]
     stdout.print(f"{mark} {result.name} [dim]{result.seconds:.2f} s[/dim] ", end="")
-    stdout.print(result.detail, markup=False)
+    stdout.print(result.detail, markup=False, soft_wrap=True)

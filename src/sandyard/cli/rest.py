@@ -11,10 +11,8 @@ from sandyard.connection import resolve_connection
 from sandyard.errors import BadRequest, CapacityError, Conflict, NotFound, SandyardError, Unauthorized
 
 SECONDS = 180.0  # a pause or a fork writes what the sandbox holds
-_REMEDIES = {
-    404: "`sandyard list` shows what lives",
-    401: "run `sandyard auth` or set E2B_API_KEY",
-}
+_NO_KEY = "run `sandyard auth` or set E2B_API_KEY"
+_NO_SANDBOX = "`sandyard list` shows what lives"
 
 
 def call(method: str, path: str, **options: Any) -> httpx.Response:
@@ -47,7 +45,9 @@ def word(text: str) -> str:
 
 def _error(answer: httpx.Response) -> SandyardError:
     message = _message(answer)
-    remedy = _REMEDIES.get(answer.status_code)
+    remedy = _NO_KEY if answer.status_code == 401 else None
+    if answer.status_code == 404 and "/sandboxes/" in answer.request.url.path:  # of others it says what there is
+        remedy = _NO_SANDBOX
     kinds: dict[int, type[NotFound | Conflict | BadRequest | Unauthorized]] = {
         400: BadRequest,
         401: Unauthorized,

@@ -34,7 +34,9 @@ def serve(
         Path | None, typer.Option(help="PEM certificate for *.DOMAIN [one of a CA made in the state directory]")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate")] = None,
-    runtime: Annotated[str | None, typer.Option(help="how sandboxes are isolated: container or microvm")] = None,
+    runtime: Annotated[
+        str | None, typer.Option(help="container, or microvm after `sandyard setup microvm` [container]")
+    ] = None,
     max_count: Annotated[int | None, typer.Option(help="most sandboxes at once; 0: as many as memory allows")] = None,
     egress: Annotated[
         bool | None, typer.Option("--egress", help="let sandboxes reach the internet, as their policy says")

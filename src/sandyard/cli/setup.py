@@ -26,13 +26,17 @@ def register(app: typer.Typer) -> None:
 
 
 def setup(
-    what: Annotated[What, typer.Argument(help="what to make ready; all of it needs template base and makes it too")] = (
-        What.BASE
-    ),
+    what: Annotated[What, typer.Argument(help="what to make ready")] = (What.BASE),
     base: Annotated[str | None, typer.Option(help="make `base` from this image reference or rootfs tarball")] = None,
     mirror: Annotated[str | None, typer.Option(help="apt mirror for `base` [the host's own]")] = None,
 ) -> None:
-    """Set this host up. Safe to repeat: what is there already is kept."""
+    """Set this host up. Safe to repeat: what is there already is kept.
+
+    base: the container engine and the template `base`, which sandboxes start from.
+
+    microvm: `base`, QEMU and a kernel, for `sandyard serve --runtime microvm`.
+
+    code-interpreter: `base` and the template `code-interpreter-v1`."""
     lines = SetupLines()
     runtime = "microvm" if what is What.MICROVM else None
     settings = load_settings({"images.base": base, "images.mirror": mirror, "sandbox.runtime": runtime})
@@ -72,4 +76,4 @@ class SetupLines:
         self._last = now
         percent = f" {fraction:.0%}" if fraction not in (None, 0.0, 1.0) else ""
         stdout.print(f"[bold]\\[{self._verb}][/bold] {now - self._started:5.1f} s  ", end="")
-        stdout.print(f"{stage}{percent}: {line}", markup=False)
+        stdout.print(f"{stage}{percent}: {line}", markup=False, soft_wrap=True)

@@ -32,7 +32,10 @@ def df(output: Form = "auto") -> None:
     from sandyard.server.control.storage import store_view
 
     settings = load_settings()
-    shown = store_view(Watermarks.of(settings), usage(settings))  # it only looks, server or not
+    try:
+        shown = store_view(Watermarks.of(settings), usage(settings))  # it only looks, server or not
+    except OSError as error:
+        raise _unreadable(settings, error) from error
     rows = [{"kind": use.kind, "mib": _mib(use.sizeBytes), "files": use.count, "path": use.path} for use in shown.kinds]
     print_rows(rows, ["kind", "mib", "files", "path"], output)
     stderr.print(f"layers of images: at most {_mib(shown.highBytes)} MiB, then brought to {_mib(shown.lowBytes)} MiB")
@@ -107,7 +110,7 @@ def _collect(settings: Settings, *, dry_run: bool, free: int | None) -> dict[str
             ),
         )
     except OSError as error:
-        raise HostError(f"store {settings.paths.state}: {error}", remedy="run as root, and check its disk") from error
+        raise _unreadable(settings, error) from error
     return collected(outcome).model_dump()
 
 
@@ -117,6 +120,10 @@ def _verify(settings: Settings, *, deep: bool, repair: bool) -> dict[str, Any]:
 
     found = alone(settings, lambda known: checkups(settings, checked(settings, known), deep=deep, repair=repair))
     return verified(found).model_dump()
+
+
+def _unreadable(settings: Settings, error: OSError) -> HostError:
+    return HostError(f"store {settings.paths.state}: {error}", remedy="run as root, and check its disk")
 
 
 def _mib(count: int) -> str:

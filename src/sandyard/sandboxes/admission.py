@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 
 from sandyard.config import Settings
-from sandyard.errors import CapacityError
+from sandyard.errors import BadRequest, CapacityError
 from sandyard.runtimes.base import Resources, Runtime
 
 HOST_SHARE_MB = 1024  # what the host itself, this server and the trainer beside it need
@@ -38,6 +38,7 @@ class Admission:
         self._runtime = runtime
         self._max_count = settings.sandbox.max_count
         total, _ = host_memory()
+        self._total_mb = total
         self._budget_mb = int(max(total - HOST_SHARE_MB, total // 2) * settings.sandbox.memory_overcommit)
         self._default_mb = settings.sandbox.memory_mb
         self._floor_mb = min(256, total // 16)
@@ -60,8 +61,24 @@ class Admission:
         """What a sandbox of this size may take of the host's memory."""
         return resources.memory_mb + self._runtime.above_mb
 
+    def check(self, resources: Resources) -> None:
+        """Raises `BadRequest` where a sandbox of this size has no room here, whatever else goes."""
+        if (why := self._too_big(resources)) is not None:
+            raise BadRequest(
+                why, field="memoryMB", remedy="ask for less memory (a template has its own, else sandbox.memory_mb)"
+            )
+
+    def _too_big(self, resources: Resources) -> str | None:
+        """A microVM's memory is mapped at once; of a container it is a limit, which may be any."""
+        most = self._total_mb - self._runtime.above_mb
+        if not self._runtime.capabilities.own_kernel or resources.memory_mb <= most:
+            return None
+        return f"a sandbox of {resources.memory_mb} MiB of memory is more than this host can have, {most} MiB"
+
     def shortage(self, resources: Resources) -> str | None:
         """Why a sandbox of this size cannot be placed now; None if it can."""
+        if (why := self._too_big(resources)) is not None:
+            return why
         if self._max_count:
             if self.count >= self._max_count:
                 return f"all {self._max_count} places are taken (sandbox.max_count)"

@@ -50,7 +50,7 @@ class Maker:
     async def obtain(self, shelf: Shelf) -> tuple[Instance, SandboxLog, str]:
         """A sandbox in a place of its own that is ready, and whether it was warm or cold.
 
-        Raises `CapacityError`, `CreateFailed`."""
+        Raises `CapacityError`, `BadRequest`, `CreateFailed`."""
         pool = self._manager.pool
         instance = pool.take(shelf)
         kind = "cold" if instance is None else "warm"
@@ -84,8 +84,9 @@ class Maker:
         return instance, lines
 
     async def make_room(self, resources: Resources) -> None:
-        """Take a place; warm sandboxes give way. Raises `CapacityError`."""
+        """Take a place; warm sandboxes give way. Raises `CapacityError`, `BadRequest`."""
         manager = self._manager
+        manager.admission.check(resources)
         while manager.admission.shortage(resources) is not None and await manager.pool.evict():
             pass
         manager.admission.take(resources, manager.retry_after())
@@ -93,6 +94,7 @@ class Maker:
     async def _place(self, shelf: Shelf) -> Instance | None:
         """Take a place, from the pool if need be; a sandbox comes with it if one is ready by then."""
         manager, resources = self._manager, shelf.key.resources
+        manager.admission.check(resources)
         while manager.admission.shortage(resources) is not None:
             if await manager.pool.evict():
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -23,9 +24,7 @@ class DirectoryLock:
             directory.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise HostError(
-                f"directory {directory}: {error.strerror}", remedy="run as root or set paths.state"
-            ) from error
+            raise _unfit(directory, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -35,9 +34,12 @@ class DirectoryLock:
             raise Conflict(f"a server already runs on {directory}{holder}", remedy=remedy) from error
 
     def describe(self, url: str) -> None:
-        """Leave word for whoever comes next."""
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "url": url}).encode(), 0)
+        """Leave word for whoever comes next. Raises `HostError`."""
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps({"pid": os.getpid(), "url": url}).encode(), 0)
+        except OSError as error:
+            raise _unfit(self._path.parent, error) from error
 
     def close(self) -> None:
         os.ftruncate(self._descriptor, 0)
@@ -57,3 +59,12 @@ class DirectoryLock:
             return f" (pid {known['pid']}, {known['url']})"
         except (OSError, ValueError, KeyError, TypeError):
             return " (it is still starting)"
+
+
+def _unfit(directory: Path, error: OSError) -> HostError:
+    remedy = "run as root or set paths.state"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        remedy = "free space there, or set paths.state and paths.run to a disk that can be written"
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        remedy = "set paths.state and paths.run to directories"
+    return HostError(f"directory {directory}: {error.strerror}", remedy=remedy)

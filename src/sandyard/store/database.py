@@ -43,7 +43,8 @@ class Database:
                 return work(connection)
         except SQLAlchemyError as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
-            raise HostError(f"database {self._engine.url!r}: {cause}", remedy="check server.database") from error
+            remedy = "free space there" if "disk is full" in str(cause) else "check server.database"
+            raise HostError(f"database {self._engine.url!r}: {cause}", remedy=remedy) from error
 
     async def migrate(self) -> None:
         """Bring the tables to the newest revision. Raises `HostError`."""

@@ -51,6 +51,10 @@ class Node:
         scratch.chmod(0o755)
         scratch.replace(self.qemu)
 
+    def is_old(self, version: str, fails: str) -> None:
+        self.says(version)
+        self.fails = fails
+
     def set_up(self, version: str, agent: str | None = None) -> None:
         made = {}
         for kind in ("kernel", "initrd"):
@@ -141,7 +145,13 @@ async def test_a_server_says_what_its_guests_run_with(node: Node) -> None:
         (lambda node: (node.assets / "manifest.json").unlink(), "not set up", "sandyard setup microvm"),
         (lambda node: node.asset("initrd").unlink(), "initrd-.* is missing", "sandyard setup microvm"),
         (lambda node: rewrite(node.asset("kernel"), ""), "not what setup wrote", "sandyard setup microvm"),
-        (lambda node: rewrite(node.qemu, "#!/bin/sh\necho true version 9\n"), "says 'true version 9", "microvm.qemu"),
+        (lambda node: rewrite(node.qemu, "#!/bin/sh\necho true version 9\n"), "says 'true version 9'", "microvm.qemu"),
+        (lambda node: rewrite(node.qemu, "no program"), "Exec format error", "microvm.qemu"),
+        (
+            lambda node: node.is_old("4.2.1", "invalid option"),
+            "no guest boots .*invalid option",
+            "QEMU 4.2.1 is too old: install 7.2 or later",
+        ),
         (lambda node: node.qemu.unlink(), "on this host", "microvm.qemu"),
         (
             lambda node: setattr(node, "fails", "it is silent"),

@@ -25,7 +25,7 @@ from sandyard.runtimes.microvm.choice import Choice, Engine
 from sandyard.runtimes.microvm.disk import run
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import ID
-from sandyard.runtimes.microvm.kind import Kind
+from sandyard.runtimes.microvm.kind import Kind, vcpus
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Absent
 from sandyard.runtimes.microvm.owners import Owner, sweep
@@ -78,6 +78,14 @@ def test_what_boots_from_now_on_makes_no_other_kind(layout: Layout) -> None:
 
 @needs_qemu
 @pytest.mark.root
+@pytest.mark.parametrize(("cpu", "cores", "count"), [(0.1, 4, 1), (1.5, 4, 2), (64, 4, 4), (2, 1, 1), (2, None, 1)])
+def test_a_guest_has_no_more_processors_than_the_host(
+    monkeypatch: pytest.MonkeyPatch, cpu: float, cores: int | None, count: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert vcpus(cpu) == count
+
+
 def test_places_are_where_the_disks_of_a_machine_are(layout: Layout, tmp_path: Path) -> None:
     """In the same order, under the same names: a state that was taken of one is loaded by the other."""
     layers = [tmp_path / f"layer{number}" for number in range(KIND.layers)]

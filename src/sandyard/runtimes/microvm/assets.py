@@ -26,6 +26,7 @@ from sandyard.runtimes.microvm.modules import Modules
 MANIFEST = "manifest.json"
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
 _REMEDY = "run: sandyard setup microvm"
+_REFRESH = "run apt-get update and try again, or set microvm.kernel and microvm.modules"
 _KEPT = 2
 _MAGIC_AT = 0x202  # of the boot protocol, in a bzImage
 _VERSION_AT = 0x20E
@@ -162,7 +163,7 @@ def _download(kernels: Path) -> None:
     kernels.mkdir(mode=0o700, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=kernels) as scratch:
         os.chmod(scratch, 0o755)
-        _run(["apt-get", "-o", "APT::Sandbox::User=root", "download", "-q", package], cwd=scratch)
+        _run(["apt-get", "download", "-q", "-o", "APT::Sandbox::User=root", package], cwd=scratch)
         (archive,) = Path(scratch).glob("*.deb")
         _run(["dpkg-deb", "-x", str(archive), f"{scratch}/tree"])
         os.replace(f"{scratch}/tree", kernels / package)
@@ -186,7 +187,7 @@ def _run(command: list[str], cwd: str | None = None) -> str:
     ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if ended.returncode != 0:
         last = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-1:]
-        raise HostError(f"{' '.join(command[:2])}: {''.join(last)}", remedy="run apt-get update and try again")
+        raise HostError(f"{' '.join(command[:2])}: {''.join(last)}", remedy=_REFRESH)
     return ended.stdout
 
 

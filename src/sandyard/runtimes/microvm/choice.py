@@ -18,6 +18,9 @@ from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Accel
 
 KVM = Path("/dev/kvm")
+OLDEST = [7, 2]
+"""Of QEMU; with an earlier one guests may boot or not."""
+_VERSION_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +44,27 @@ def find_engine(settings: Settings) -> Engine:
     path = shutil.which(settings.microvm.qemu)
     if path is None:
         remedy = "run: sandyard setup microvm (or apt-get install qemu-system-x86 qemu-utils)"
-        if settings.microvm.qemu != MicroVMSettings().qemu:
-            remedy = "set microvm.qemu to QEMU's program, or leave it out"
-        raise HostError(f"no {settings.microvm.qemu} on this host", remedy=remedy)
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    words = said.split("QEMU emulator version ", 1)
-    if len(words) != 2:
-        raise HostError(f"{path} --version says {said[:80]!r}", remedy="set microvm.qemu to QEMU")
-    return Engine(path, words[1].split()[0])
+        named = settings.microvm.qemu
+        if named == MicroVMSettings().qemu:
+            raise HostError(f"no {named} on this host", remedy=remedy)
+        remedy = "set microvm.qemu to QEMU, or leave it out"
+        raise HostError(f"no program {named} on this host", remedy=remedy)
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, check=False, timeout=_VERSION_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HostError(f"{path} --version: {error}", remedy="set microvm.qemu to QEMU") from error
+    said = done.stdout.decode(errors="replace")
+    words = said.partition("QEMU emulator version ")[2].split()
+    if not words:
+        first = said.strip().partition("\n")[0][:80]
+        raise HostError(f"{path} --version says {first!r}", remedy="set microvm.qemu to QEMU")
+    return Engine(path, words[0])
+
+
+def tried(version: str) -> bool:
+    """Whether QEMU is not older than what guests were tried with."""
+    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
+    return len(numbers) < 2 or numbers >= OLDEST
 
 
 def traces(settings: Settings) -> Sequence[object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,4 +60,5 @@ def booted(assets: Assets) -> dict[str, Path]:
 
 
 def vcpus(cpu: float) -> int:
-    return max(1, math.ceil(cpu))
+    """Not more than the host has: a guest with dozens that take turns on a few hardly boots."""
+    return max(1, min(math.ceil(cpu), os.cpu_count() or 1))

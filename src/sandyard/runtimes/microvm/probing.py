@@ -12,7 +12,7 @@ from sandyard.errors import HostError, SandboxError
 from sandyard.runtimes.finishing import finish
 from sandyard.runtimes.microvm.assets import Assets, load_assets, ready_assets
 from sandyard.runtimes.microvm.bringup import BringUp
-from sandyard.runtimes.microvm.choice import Choice, candidates, find_engine, remember, remembered
+from sandyard.runtimes.microvm.choice import OLDEST, Choice, candidates, find_engine, remember, remembered, tried
 from sandyard.runtimes.microvm.host import Host
 
 
@@ -43,6 +43,8 @@ async def choose(host: Host, bring_up: BringUp, before: Choice | None) -> Choice
     if "tcg" in allowed:
         custom = host.settings.microvm.kernel is not None
         remedy = "look at microvm.kernel and microvm.modules" if custom else "run: sandyard setup microvm"
+    if not tried(engine.version):
+        remedy = f"QEMU {engine.version} is too old: install {'.'.join(map(str, OLDEST))} or later"
     raise HostError(f"no guest boots ({'; '.join(failures)})", remedy=remedy)
 
 

@@ -14,7 +14,7 @@ from sandyard.runtimes.base import Capabilities, HostMemory, Instance, Probe, Ru
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import commits
 from sandyard.runtimes.microvm.bringup import BringUp, identify
-from sandyard.runtimes.microvm.choice import Choice, traces
+from sandyard.runtimes.microvm.choice import KVM, Choice, traces
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import ID, Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
@@ -80,9 +80,10 @@ class MicroVMRuntime(Runtime):
         detail = f"accelerator {choice.accel}, {engine}, an empty guest boots in {choice.boot_seconds:.1f} s"
         if choice.accel == "kvm":
             return Probe(True, detail)
-        wanted = self.host.settings.microvm.accel == "tcg"
-        why = "microvm.accel is tcg" if wanted else "KVM does not boot a guest on this host"
-        return Probe(True, detail, f"{why}: guests run in software")
+        why = "KVM boots no guest on this host" if KVM.exists() else f"this host has no {KVM}"
+        if self.host.settings.microvm.accel == "tcg":
+            why = "microvm.accel is tcg"
+        return Probe(True, detail, f"{why}: guests run in software, ten times slower or more")
 
     async def choose(self) -> Choice:
         """The accelerator, chosen by booting a guest with it, and what is on this host to start guests with: looked

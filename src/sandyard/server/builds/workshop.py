@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ log = structlog.get_logger("sandyard.builds")
 
 DEATH_NEWS_SECONDS = 2.0
 PLACE_POLL_SECONDS = 1.0
+_SILENT_SECONDS = 3.0
 
 
 class SandboxWorkshop:
@@ -54,7 +56,8 @@ class SandboxWorkshop:
         sandbox_id = new_id()
         try:
             spec = SandboxSpec(sandbox_id, rootfs, self._resources, hostname="build")
-            instance = await self._manager.runtime.create(spec)
+            with self._told("starting a sandbox"):
+                instance = await self._manager.runtime.create(spec)
         except BaseException:
             self._manager.admission.release(self._resources)
             raise
@@ -74,7 +77,8 @@ class SandboxWorkshop:
             return None
         await self._take_place(resources)
         try:
-            instance, _ = await self._manager.maker.make(rootfs, resources, start)
+            with self._told("starting it as every sandbox of it, to be kept with its memory"):
+                instance, _ = await self._manager.maker.make(rootfs, resources, start)
         except SandyardError as error:
             self._say(f"not kept with its memory: {error}", level=Level.WARN, step=FINAL_STEP)
             return None
@@ -89,7 +93,17 @@ class SandboxWorkshop:
         self._say(f"kept with its memory as it is when it is ready, {size >> 10} KiB", step=FINAL_STEP)
         return replace(rootfs, layers=[path, *instance.spec.rootfs.layers]), size
 
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """What takes long is said: a microVM that is the first of its size boots."""
+        timer = asyncio.get_running_loop().call_later(_SILENT_SECONDS, self._say, f"{what} …")
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     async def _take_place(self, resources: Resources) -> None:
+        self._manager.admission.check(resources)
         told = False
         while True:
             while self._manager.admission.shortage(resources) is not None and await self._manager.pool.evict():
