@@ -86,7 +86,10 @@ class Maker:
     async def make_room(self, resources: Resources) -> None:
         """Take a place; warm sandboxes give way. Raises `CapacityError`."""
         manager = self._manager
-        while manager.admission.shortage(resources) is not None and await manager.pool.evict():
+        admission = manager.admission
+        while admission.shortage(resources) is not None and (
+            await admission.let_go(resources) or await manager.pool.evict()
+        ):
             pass
         manager.admission.take(resources, manager.retry_after())
 
@@ -94,7 +97,7 @@ class Maker:
         """Take a place, from the pool if need be; a sandbox comes with it if one is ready by then."""
         manager, resources = self._manager, shelf.key.resources
         while manager.admission.shortage(resources) is not None:
-            if await manager.pool.evict():
+            if await manager.admission.let_go(resources) or await manager.pool.evict():
                 continue
             if not await manager.pool.next_ready():
                 break

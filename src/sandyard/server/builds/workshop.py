@@ -92,10 +92,8 @@ class SandboxWorkshop:
     async def _take_place(self, resources: Resources) -> None:
         told = False
         while True:
-            while self._manager.admission.shortage(resources) is not None and await self._manager.pool.evict():
-                pass
             try:
-                self._manager.admission.take(resources)
+                await self._manager.maker.make_room(resources)
                 return
             except CapacityError as error:
                 if not told:
