@@ -188,7 +188,7 @@ def test_an_image_that_can_be_made_again_takes_no_room_of_others(disk: Path) -> 
         (layers / "root").write_bytes((disk.parent / "root").read_bytes())
         _commit(disk, layers / "one", layers / "root")
         (layers / "others").write_bytes(bytes(12 << 20))
-        with pytest.raises(SandboxError, match="128 MiB left for others"):
+        with pytest.raises(SandboxError, match="of which 128 stay for others"):
             ready([layers / "one"])
         assert sorted(path.name for path in layers.iterdir()) == ["one.delta", "others", "root"]
         (layers / "others").unlink()
