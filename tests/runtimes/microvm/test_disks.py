@@ -135,6 +135,9 @@ def test_an_image_that_got_all_counts_in_place_of_its_copy(disks: Disks) -> None
             break
         disks.keep(number, ended=False)
     assert disks.retired() == 3
+    (disks.kept / disk.image(3)).rename(disks.kept / "away")  # the disk was full: it is yet to be copied
+    assert disks.retired() == 2
+    (disks.kept / "away").rename(disks.kept / disk.image(3))
     whole, size = disks.own / "whole", header_of(disks.own / disk.image(0)).size
     disks.shortened(2)  # it did not come to that
     assert disks.depth() == 5

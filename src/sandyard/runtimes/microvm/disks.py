@@ -145,9 +145,10 @@ class Disks:
             _write(self.kept / f"{name}{_DIGEST}", digest)
 
     def retired(self) -> int | None:
-        """The uppermost image that its VMM may write to, and its guest does not any more."""
-        top = self.top()
-        return max((number for number in _numbers(self.own) if number < top), default=None)
+        """The uppermost image that its VMM may write to, its guest does not any more, and `kept` has a copy of: while
+        others are brought to it none can be made."""
+        top, both = self.top(), {*_numbers(self.own)} & {*_numbers(self.kept)}
+        return max((number for number in both if number < top), default=None)
 
     @_of_the_host
     def shortened(self, number: int) -> None:

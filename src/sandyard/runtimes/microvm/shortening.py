@@ -65,20 +65,25 @@ async def make_way(host: Host, instance: MicroVMInstance) -> None:
         await call_off(host, instance)
         return
     if depth >= HURRY:
-        await instance.control.execute("block-job-set-speed", {"device": str(job["id"]), "speed": 0})
+        await _tell(instance, "block-job-set-speed", {"device": str(job["id"]), "speed": 0})
     if depth > 2 * MOST:
         await _settle(host, instance)
 
 
 async def call_off(host: Host, instance: MicroVMInstance) -> None:
     """Nothing shortens the disk any more, also nothing that an earlier server began. Raises `SandboxError`."""
-    try:
-        if (job := await _job(instance)) is not None:
-            await instance.control.execute("job-cancel", {"id": str(job["id"])})
-    except QmpError as error:
-        if not error.kind:  # else it ended by itself
-            raise
+    if (job := await _job(instance)) is not None:
+        await _tell(instance, "job-cancel", {"id": str(job["id"])})
     await _settle(host, instance)
+
+
+async def _tell(instance: MicroVMInstance, command: str, arguments: _Job) -> None:
+    """A job, which may end in that moment, or a node, which may be needed. Raises `SandboxError`."""
+    try:
+        await instance.control.execute(command, arguments)
+    except QmpError as error:
+        if not error.kind:
+            raise
 
 
 async def _settle(host: Host, instance: MicroVMInstance) -> None:
@@ -164,11 +169,7 @@ async def _forget_nodes(instance: MicroVMInstance) -> None:
     found = [match for match in map(_NAME.fullmatch, await _nodes(instance)) if match]
     # What lies above first, and the images before their files.
     for match in sorted(found, key=lambda match: (bool(match[1]), -int(match[2] or "999"))):
-        try:
-            await instance.control.execute("blockdev-del", {"node-name": match[0]})
-        except QmpError as error:
-            if not error.kind:  # else it is needed
-                raise
+        await _tell(instance, "blockdev-del", {"node-name": match[0]})
 
 
 async def _nodes(instance: MicroVMInstance) -> list[str]:

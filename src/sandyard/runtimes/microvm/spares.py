@@ -94,8 +94,8 @@ class Spares:
     def taken_bytes(self) -> int:
         """What they have of the host's memory, those too that come up. Blocking, and quick."""
         spares = [*self.ready(), *([self._coming] if self._coming is not None else [])]
-        found = [self._cgroups().read(spare.name) for spare in spares]
-        return sum(each.memory - each.cache for each in found)
+        found = [self._cgroups().taken(spare.name) for spare in spares]
+        return sum(total - cache for total, cache in found)
 
     async def let_go(self) -> None:
         """End them. After the next start some are made again."""
