@@ -125,6 +125,8 @@ async def _shorten(host: Host, instance: MicroVMInstance, top: int) -> None:
             await _ended(instance)
             async with host.turns.of(instance.spec.sandbox_id):
                 job = await _job(instance)
+                if job is not None and job.get("status") not in _AT_REST:
+                    continue
                 if job is not None and not await _clear(host, instance, job):
                     return
                 later = await ended(Disks(host.layout, instance.spec).top)
