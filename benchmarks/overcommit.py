@@ -18,7 +18,7 @@ from sandyard.images.templates import TemplateStore
 from sandyard.runtimes.base import Resources, SandboxSpec
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.runtimes.microvm.instance import MicroVMInstance
-from sandyard.sandboxes.admission import host_memory
+from sandyard.runtimes.room import host_memory
 
 GUESTS = 24
 GUEST_MB = 512

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sandyard.config import Settings
+from sandyard.config import SandboxSettings, Settings
 from sandyard.errors import BadRequest, CapacityError
 from sandyard.runtimes.base import Resources
 from sandyard.runtimes.memory import MemoryRuntime
@@ -17,6 +17,13 @@ from sandyard.sandboxes.admission import Admission
 class Machines(MemoryRuntime):
     above_mb = 288
     start_mb = 100
+    ready_mb = 0
+
+    def ready_bytes(self) -> int:
+        return self.ready_mb << 20
+
+    async def rest(self) -> None:
+        self.ready_mb = 0
 
 
 @pytest.fixture
@@ -76,3 +83,45 @@ def test_starts_under_way_are_not_given_the_same_memory(monkeypatch: pytest.Monk
     containers = Admission(Settings(), MemoryRuntime())
     for _ in range(50):
         containers.take(Resources(memory_mb=64))
+
+
+async def test_what_stands_ready_counts_and_gives_way(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
+    host(monkeypatch, 2 * 1024, 2 * 1024)  # a budget of 8 GiB
+    size, runtime = Resources(memory_mb=1760), Machines()  # four fit
+    machines = Admission(Settings(), runtime)
+    for _ in range(3):
+        clock[0] += 10
+        machines.take(size)
+    clock[0] += 10
+    assert not await machines.let_go(size)  # there is nothing
+    runtime.ready_mb = 150
+    with pytest.raises(CapacityError, match="6144 MiB, 150 MiB stand ready for starts, and 2048 MiB more would pass"):
+        machines.take(size)
+    assert await machines.let_go(size)
+    machines.take(size)
+    clock[0] += 10
+    runtime.ready_mb = 150
+    assert await machines.let_go(size)  # it was worth a try
+    assert not await machines.let_go(size)
+    machines.release(size)
+    runtime.ready_mb = 50
+    assert not await machines.let_go(Resources(memory_mb=64))  # which fits
+
+
+async def test_what_stands_ready_gives_way_where_the_host_is_short(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    host(monkeypatch, 8 * 1024, 200)
+    runtime = Machines()
+    runtime.ready_mb = 100
+    machines = Admission(Settings(), runtime)
+    size = Resources(memory_mb=64)
+    assert machines.shortage(size) == "the host has only 200 MiB of memory left"
+    host(monkeypatch, 8 * 1024, 300)  # with what goes
+    assert await machines.let_go(size)
+    machines.take(size)  # at once
+    few = Admission(Settings(sandbox=SandboxSettings(max_count=1)), runtime)
+    few.take(size)
+    runtime.ready_mb = 100
+    assert not await few.let_go(size)  # that is no help
+    assert runtime.ready_mb == 100

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sandyard.errors import CapacityError, CreateFailed, DeathReason
-from sandyard.runtimes.base import Instance, Rootfs, SandboxSpec
+from sandyard.runtimes.base import Instance, Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.memory import MemoryInstance, MemoryRuntime
-from sandyard.sandboxes import SandboxManager, pool
+from sandyard.sandboxes import SandboxManager, admission, pool
 from sandyard.sandboxes.admission import Admission
 from sandyard.sandboxes.catalog import Build, Template
 
@@ -267,3 +267,32 @@ async def _build(yard: SandboxManager, template: Template, env: dict[str, str]) 
     rootfs = Rootfs(layers=(), env={"IMAGE": "", **env})
     build = await yard.catalog.put_build(Build(str(uuid.uuid4()), template.id, "ready", rootfs, {}, 0.0))
     await yard.catalog.set_tags(template, build.id, ["default"])
+
+
+async def test_what_stands_ready_goes_before_a_warm_one_and_before_a_refusal(
+    open_yard: OpenYard, wanted: Wanted, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, ready = [4096], [200]
+
+    class Ready(MemoryRuntime):
+        def ready_bytes(self) -> int:
+            return ready[0] << 20
+
+        async def rest(self) -> None:
+            free[0] += ready.pop()
+            ready.append(0)
+
+    monkeypatch.setattr(admission, "host_memory", lambda: (8192, free[0]))
+    monkeypatch.setattr(admission, "_FRESH_SECONDS", 0.0)
+    async with open_yard(Ready(), low=1) as yard:
+        await until(lambda: yard.pool.ready == 1)
+        free[0] = 100
+        await yard.maker.make_room(Resources(memory_mb=64))
+        yard.admission.release(Resources(memory_mb=64))
+        assert (yard.pool.ready, yard.pool.evicted, free) == (1, 0, [300])
+    async with open_yard(Ready()) as yard:
+        free[0], ready[0] = 100, 200
+        assert await yard.create(wanted())
+        free[0], ready[0] = 50, 200
+        with pytest.raises(CapacityError, match="the host has only 250 MiB of memory left"):
+            await yard.create(wanted())

@@ -15,6 +15,7 @@ import pytest
 from sandyard.config import PoolSettings
 from sandyard.errors import CreateFailed, DeathReason, HostError
 from sandyard.runtimes.base import Capabilities
+from sandyard.runtimes.memory import MemoryRuntime
 from tests.server.conftest import LiveServer, memory_settings, running
 
 
@@ -37,6 +38,14 @@ def test_health_and_metrics_need_no_key(tmp_path: Path) -> None:
     assert float(figures["sandyard_memory_promised_bytes"]) == 512 << 20
     assert float(figures["sandyard_memory_budget_bytes"]) > 512 << 20
     assert 'sandyard_create_seconds_count{kind="cold"} 1.0' in text
+    assert "sandyard_memory_ready_bytes" not in figures
+
+
+def test_metrics_tell_what_stands_ready(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryRuntime, "ready_bytes", lambda _: 64 << 20)
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    found = {float(line.split()[1]) for line in lines if line.startswith("sandyard_memory_ready_bytes ")}
+    assert found == {64 << 20}
 
 
 @pytest.mark.parametrize(

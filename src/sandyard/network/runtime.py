@@ -47,6 +47,9 @@ class NetworkedRuntime(Runtime):
     def host_memory(self) -> HostMemory | None:
         return self.inner.host_memory()
 
+    def ready_bytes(self) -> int:
+        return self.inner.ready_bytes()
+
     async def probe(self) -> Probe:
         probe = await self.inner.probe()
         if not probe.works:

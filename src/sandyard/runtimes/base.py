@@ -231,6 +231,11 @@ class Runtime(ABC):
         """None where nothing is counted. Blocking, and quick."""
         return None
 
+    def ready_bytes(self) -> int:
+        """What stands ready for the next starts, and ends by `rest`, has of the host's memory; it is part of what
+        `host_memory` says. Blocking, and quick."""
+        return 0
+
     def needs(self, layer: Path) -> Path | None:
         """The layer that a committed one cannot be without, if it is kept as what differs from it. Everything whose
         name is that of `layer`, a dot and more belongs to it. Blocking; raises `SandboxError` where it is damaged."""

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from pathlib import Path
 
 from sandyard.config import Settings
 from sandyard.errors import BadRequest, CapacityError
 from sandyard.runtimes.base import Resources, Runtime
+from sandyard.runtimes.room import host_memory
 
 HOST_SHARE_MB = 1024  # what the host itself, this server and the trainer beside it need
 _START_SECONDS = 5.0  # after which the host's own figure shows what a sandbox took as it started
-_MEMINFO = Path("/proc/meminfo")
-
-
-def host_memory() -> tuple[int, int]:
-    """(total, available) memory of this host in MiB."""
-    fields: dict[str, int] = {}
-    for line in _MEMINFO.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            fields[name] = int(rest.split()[0]) // 1024
-    return fields["MemTotal"], fields["MemAvailable"]
+_FRESH_SECONDS = 0.25  # for which the host's own figure is good
 
 
 class Admission:
@@ -30,8 +20,9 @@ class Admission:
 
     With `sandbox.max_count` set that many sandboxes fit. Else the sum of their memory limits may
     reach `sandbox.memory_overcommit` times the host's memory less 1 GiB: a limit is what a sandbox
-    may use, not what it uses. It is the limit on the host, with `Runtime.above_mb`. Either way none is
-    admitted while the host is short of memory, with what those that are starting will take.
+    may use, not what it uses. It is the limit on the host, with `Runtime.above_mb`; what stands ready for the next
+    starts counts as what it has. Either way none is admitted while the host is short of memory, with what those that
+    are starting will take.
     """
 
     def __init__(self, settings: Settings, runtime: Runtime) -> None:
@@ -82,17 +73,34 @@ class Admission:
         if self._max_count:
             if self.count >= self._max_count:
                 return f"all {self._max_count} places are taken (sandbox.max_count)"
-        elif self.memory_mb + (more := self.promised_mb(resources)) > self._budget_mb:
-            return (
-                f"memory limits of {self.count} sandboxes sum up to {self.memory_mb} MiB and {more} MiB "
-                f"more would pass {self._budget_mb} MiB (host memory x sandbox.memory_overcommit)"
-            )
+        elif (over := self._over_budget(resources)) is not None:
+            return over
         available = self._host_available()
         if available < self._floor_mb:
             return f"the host has only {available} MiB of memory left"
         if available - (soon := self._taken_soon()) < self._floor_mb:
             return f"the host has only {available} MiB of memory left, of which {soon} MiB are for starts under way"
         return None
+
+    async def let_go(self, resources: Resources) -> bool:
+        """Where a sandbox of this size cannot be placed for want of memory, end what stands ready for starts; whether
+        anything did. Then it is worth another look."""
+        full = self._max_count and self.count >= self._max_count
+        if full or self.shortage(resources) is None or not self._runtime.ready_bytes():
+            return False
+        await self._runtime.rest()
+        self._available = (0.0, 0)
+        return True
+
+    def _over_budget(self, resources: Resources) -> str | None:
+        more, ready = self.promised_mb(resources), self._runtime.ready_bytes() >> 20
+        if self.memory_mb + more + ready <= self._budget_mb:
+            return None
+        beside = f", {ready} MiB stand ready for starts," if ready else ""
+        return (
+            f"memory limits of {self.count} sandboxes sum up to {self.memory_mb} MiB{beside} and {more} MiB "
+            f"more would pass {self._budget_mb} MiB (host memory x sandbox.memory_overcommit)"
+        )
 
     def take(self, resources: Resources, retry_after: float = 1.0) -> None:
         """Take a place. Raises `CapacityError` saying why there is none."""
@@ -120,6 +128,6 @@ class Admission:
 
     def _host_available(self) -> int:
         now = time.monotonic()
-        if now - self._available[0] > 0.25:
+        if now - self._available[0] > _FRESH_SECONDS:
             self._available = (now, host_memory()[1])
         return self._available[1]

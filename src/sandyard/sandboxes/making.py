@@ -86,8 +86,11 @@ class Maker:
     async def make_room(self, resources: Resources) -> None:
         """Take a place; warm sandboxes give way. Raises `CapacityError`, `BadRequest`."""
         manager = self._manager
-        manager.admission.check(resources)
-        while manager.admission.shortage(resources) is not None and await manager.pool.evict():
+        admission = manager.admission
+        admission.check(resources)
+        while admission.shortage(resources) is not None and (
+            await admission.let_go(resources) or await manager.pool.evict()
+        ):
             pass
         manager.admission.take(resources, manager.retry_after())
 
@@ -96,7 +99,7 @@ class Maker:
         manager, resources = self._manager, shelf.key.resources
         manager.admission.check(resources)
         while manager.admission.shortage(resources) is not None:
-            if await manager.pool.evict():
+            if await manager.admission.let_go(resources) or await manager.pool.evict():
                 continue
             if not await manager.pool.next_ready():
                 break

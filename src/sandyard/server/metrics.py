@@ -62,6 +62,8 @@ class _Places(Collector):
         if taken is not None:
             figures["used"] = (taken.bytes - taken.cache, "what they have, without the cache of files")
             figures["cache"] = (taken.cache, "cache of files for them, which goes when it is needed")
+        if ready := self._manager.runtime.ready_bytes():
+            figures["ready"] = (ready, "what stands ready for the next starts has, part of what is used")
         for name, (value, what) in figures.items():
             yield GaugeMetricFamily(f"sandyard_memory_{name}_bytes", f"Memory of the host: {what}", value=value)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -218,29 +219,136 @@ def shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disks, "DEEPEST", 4)
 
 
+async def at_work(instance: MicroVMInstance) -> list[str]:
+    """What shortens its disk right now."""
+    jobs = await instance.control.execute("query-jobs")
+    return [job["id"] for job in jobs if job["status"] == "running"]
+
+
+async def goes_on(instance: MicroVMInstance) -> list[str]:
+    """`at_work`, once there is something."""
+    deadline = time.monotonic() + 60
+    while not (found := await at_work(instance)):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    return found
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+
+
+def held(instance: MicroVMInstance) -> set[str]:
+    """The images that its VMM has open."""
+    home = Path(f"/proc/{instance.pid}/fd")
+    found = {os.readlink(path) for path in home.iterdir()}
+    return {Path(path).name for path in found if ".qcow2" in path or "blank" in path}
+
+
 @pytest.mark.usefixtures("shallow")
 async def test_a_long_chain_is_made_one_while_the_guest_runs(
     runtime: MicroVMRuntime, base: Rootfs, layers: Path
 ) -> None:
-    instance, kit = await deep(runtime, base, layers, 4)
+    instance, kit = await deep(runtime, base, layers, 1)
     images = disks_of(runtime, instance)
     assert list(runtime.host.background) == ["deep"]
     assert images.depth() == 4
     assert await kit.output("sha256sum -c /root/sum") == "/root/data: OK"
-    # A commit, which exchanges the image, waits for it; then its disk is whole, and all are as they were.
-    await instance.commit(layers / "third", memory=True)
-    assert runtime.host.background == {}
-    assert images.depth() == 2
-    assert len(list(images.kept.glob("disk*.qcow2"))) == 1
-    assert len(parts(layers / "third")) == 1
-    assert taken(layers / "third") > 12 * _MIB
+    # Snapshots and commits go on above the image that is to have all.
+    await instance.commit(layers / "third", memory=True, durable=False)
+    await instance.commit(layers / "files", durable=False)
+    assert await at_work(instance) == [f"{shortening.JOB}-2"]
+    assert (images.top(), images.depth(), len(parts(layers / "third"))) == (5, 6, 4)
+    await hurry(instance)
+    await at_rest(runtime)
+    # Then there were four again, of which it made two.
+    assert images.chain() == [images.own / disk.image(number) for number in (4, 5)]
+    assert list(images.kept.glob("*.qcow2")) == []
+    assert await asyncio.to_thread(held, instance) == {disk.image(4), disk.image(5)}  # what is gone takes no room
     await kit.output("echo after > /root/after; sync")
-    await instance.commit(layers / "fourth", memory=True, parent=layers / "third")
+    await instance.commit(layers / "fourth", memory=True)
+    assert len(parts(layers / "fourth")) == 2
+    assert taken(*parts(layers / "fourth")) > 12 * _MIB
     assert taken(layers / "fourth") < 4 * _MIB
-    for name in ("second", "third", "fourth"):
-        async with copied(runtime, base, layers / name) as copy:
+    for name in ("second", "third", "files", "fourth"):
+        async with copied(runtime, base, layers / name, memory=name != "files") as copy:
             assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
             assert (await copy.run("test -e /root/after")).status.code == (0 if name == "fourth" else 1)
+
+
+async def hurry(instance: MicroVMInstance) -> None:
+    for job in await at_work(instance):
+        await instance.control.execute("block-job-set-speed", {"device": job, "speed": 0})
+
+
+@pytest.mark.usefixtures("shallow")
+async def test_a_chain_does_not_grow_without_bound_however_slow_its_disk(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortening, "HURRY", 6)
+    instance, kit = await deep(runtime, base, layers, 1)
+    depths = []
+    for number in range(8):
+        await kit.output(f"echo {number} >> /root/numbers; sync")
+        await instance.commit(layers / f"n{number}", memory=True, durable=False)
+        depths.append(disks_of(runtime, instance).depth())
+        if max(depths) >= 6:  # it is as fast as it can be from the next one on
+            await asyncio.sleep(0.5)
+    assert 6 <= max(depths) <= 8
+    assert depths[-1] < 6
+    await instance.commit(layers / "last", memory=True, durable=False)
+    async with copied(runtime, base, layers / "last") as copy:
+        assert (
+            await copy.output("sha256sum -c /root/sum; cat /root/numbers | tr -d '\\n'") == "/root/data: OK\n01234567"
+        )
+
+
+@pytest.mark.usefixtures("shallow")
+async def test_after_a_resume_a_snapshot_calls_it_off_and_it_goes_on_in_the_same_image(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path
+) -> None:
+    await deep(runtime, base, layers, 1)
+    spec = runtime.host.instances["deep"].spec
+    await runtime.suspend("deep")
+    slow = runtime.host.settings.microvm.model_copy(update={"disk_mb_s": 1})
+    fast, runtime.host.settings = runtime.host.settings, runtime.host.settings.model_copy(update={"microvm": slow})
+    woken = await runtime.wake(spec)
+    assert isinstance(woken, MicroVMInstance)
+    images, kit = disks_of(runtime, woken), Kit(runtime, base, woken)
+    assert await at_work(woken) == [f"{shortening.JOB}-4"]  # there is no other that its VMM could write to
+    path = images.own / disk.image(4)
+    await eventually(lambda: taken(path) >= 2 * _MIB)
+    await woken.commit(layers / "third", memory=True, durable=False)
+    assert images.top() == 5
+    assert await goes_on(woken) == [f"{shortening.JOB}-4"]
+    assert taken(path) >= 2 * _MIB
+    # A fork in the middle of it.
+    await woken.commit(layers / "fork", memory=True, durable=False)
+    async with copied(runtime, base, layers / "fork") as copy:
+        assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
+    assert await at_work(woken) == [f"{shortening.JOB}-4"]
+    runtime.host.settings = fast
+    await hurry(woken)
+    await at_rest(runtime)
+    assert [path.name for path in images.chain()] == [disk.image(number) for number in (4, 5, 6)]
+    await woken.commit(layers / "fourth", memory=True, durable=False)
+    for name in ("third", "fourth"):
+        async with copied(runtime, base, layers / name) as copy:
+            assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
+    assert await kit.output("sha256sum -c /root/sum") == "/root/data: OK"
+
+
+@pytest.mark.usefixtures("shallow")
+async def test_files_are_halted_whole_in_the_middle_of_it(runtime: MicroVMRuntime, base: Rootfs, layers: Path) -> None:
+    instance, _ = await deep(runtime, base, layers, 1)
+    assert await at_work(instance)
+    await runtime.halt("deep")
+    assert disks_of(runtime, instance).depth() == 4
+    booted = await runtime.boot(instance.spec)
+    assert await Kit(runtime, base, booted).output("sha256sum -c /root/sum") == "/root/data: OK"
 
 
 @pytest.mark.usefixtures("shallow")
@@ -248,9 +356,9 @@ async def test_a_pause_calls_it_off_and_a_later_server_goes_on(
     runtime: MicroVMRuntime, base: Rootfs, layers: Path, settings: Settings
 ) -> None:
     instance, kit = await deep(runtime, base, layers, 1)
-    assert await instance.control.execute("query-jobs")
     await kit.output("echo kept > /root/kept")
-    await runtime.suspend("deep")
+    assert await at_work(instance)
+    await asyncio.wait_for(runtime.suspend("deep"), 30)
     assert runtime.host.background == {}
     images = disks_of(runtime, instance)
     assert images.depth() == 4
@@ -268,7 +376,7 @@ async def test_a_pause_calls_it_off_and_a_later_server_goes_on(
 async def test_a_server_that_ends_leaves_it_to_the_next(
     runtime: MicroVMRuntime, base: Rootfs, layers: Path, settings: Settings
 ) -> None:
-    await deep(runtime, base, layers, 8)
+    await deep(runtime, base, layers, 1)
     (runtime.host.layout.disk("deep") / "layer-12").touch()  # what a killed one leaves
     await runtime.close()
     assert runtime.host.background == {}
@@ -276,12 +384,17 @@ async def test_a_server_that_ends_leaves_it_to_the_next(
     try:
         found = await later.adopt("deep")
         assert isinstance(found, MicroVMInstance)
-        assert [job["id"] for job in await found.control.execute("query-jobs")] == [shortening.JOB]
+        assert await at_work(found) == [f"{shortening.JOB}-2"]
         assert not (later.host.layout.disk("deep") / "layer-12").exists()
         await found.commit(layers / "third", memory=True)
-        assert len(parts(layers / "third")) == 1
-        async with copied(later, base, layers / "third") as copy:
-            assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
+        await hurry(found)
+        await at_rest(later)
+        assert disks_of(later, found).depth() == 3
+        await found.commit(layers / "fourth", memory=True)
+        assert len(parts(layers / "fourth")) == 3
+        for name in ("third", "fourth"):
+            async with copied(later, base, layers / name) as copy:
+                assert await copy.output("sha256sum -c /root/sum") == "/root/data: OK"
         await later.destroy("deep")
     finally:
         await later.close()

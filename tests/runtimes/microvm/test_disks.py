@@ -127,6 +127,43 @@ def test_an_image_that_stands_for_itself_is_the_lowest(disks: Disks) -> None:
     assert (disks.depth(), disks.top()) == (2, 3)
 
 
+def test_an_image_that_got_all_counts_in_place_of_its_copy(disks: Disks) -> None:
+    for number in range(5):
+        disks.add()
+        write(disks, number * _MIB, number + 1)
+        if number == 4:
+            break
+        disks.keep(number, ended=False)
+    assert disks.retired() == 3
+    (disks.kept / disk.image(3)).rename(disks.kept / "away")  # the disk was full: it is yet to be copied
+    assert disks.retired() == 2
+    (disks.kept / "away").rename(disks.kept / disk.image(3))
+    whole, size = disks.own / "whole", header_of(disks.own / disk.image(0)).size
+    disks.shortened(2)  # it did not come to that
+    assert disks.depth() == 5
+    # As QEMU leaves image 2, below two that came meanwhile.
+    disk.run(["qemu-img", "convert", "-U", "-O", "qcow2", here(disks, 2), str(whole)])
+    whole.replace(disks.own / disk.image(2))
+    assert disks.chain()[3] == disks.kept / disk.image(2)
+    disks.shortened(2)
+    assert disks.chain() == [
+        *(disks.own / disk.image(2), disks.kept / disk.image(3)),
+        disks.own / disk.image(4),
+    ]
+    assert header_of(disks.chain()[0]).size == size
+    assert [reads(disks, number * _MIB) for number in range(5)] == [1, 2, 3, 4, 5]
+    disks.keep(3, ended=False)  # what the next snapshot has
+    assert [path.parent for path in disks.chain(3)] == [disks.kept, disks.kept]
+    assert taken(disks.kept / disk.image(2)) >= 3 * _MIB
+    (disks.kept / disk.image(2)).unlink()
+    disks.prune(ended=True)  # its VMM ended before there was one
+    assert disks.chain()[0].parent == disks.own
+    disks.keep(4, ended=True)
+    disks.prune(ended=True)
+    assert list(disks.own.iterdir()) == []
+    assert [reads(disks, number * _MIB) for number in range(5)] == [1, 2, 3, 4, 5]
+
+
 def test_what_a_sandbox_of_before_has_is_found(disks: Disks) -> None:
     """All in the directory of its VMM, the blank one too."""
     os.link(disk.blank(disks.kept.parent.parent / "images", 16), disks.own / BLANK)

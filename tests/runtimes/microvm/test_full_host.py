@@ -7,12 +7,13 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sandyard.config import PathSettings, Settings
-from sandyard.errors import HostFull
+from sandyard.config import MicroVMSettings, PathSettings, Settings
+from sandyard.errors import CreateFailed, HostFull
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
@@ -65,6 +66,28 @@ async def test_a_guest_waits_for_room_and_loses_nothing(small: Path, base: Rootf
         await _waits(runtime, base, small / "ballast")
     finally:
         await runtime.destroy("full")
+        await runtime.close()
+
+
+async def test_a_create_whose_guest_stands_still_is_undone_at_once(small: Path, base: Rootfs) -> None:
+    paths = PathSettings(state=small / "state", run=small / "run")
+    settings = Settings(paths=paths, microvm=MicroVMSettings(spares=0))
+    Layout.of(settings).prepare()
+    runtime, ballast = MicroVMRuntime(await guest_settings(settings)), small / "ballast"
+    try:
+        await runtime.create(SandboxSpec("first", base, SMALL, hostname="first"))  # what is made once is there
+        await asyncio.to_thread(fill, ballast, 256 << 10)
+        other = replace(SMALL, memory_mb=96)  # it boots
+        with pytest.raises(CreateFailed, match="no room for what it writes; free space below") as caught:
+            await runtime.create(SandboxSpec("boots", base, other, hostname="boots"))
+        assert caught.value.stage == "disk"
+        assert await runtime.list() == ["first"]
+        await asyncio.to_thread(ballast.unlink)
+        boots = await runtime.create(SandboxSpec("boots", base, other, hostname="boots"))
+        assert await Kit(runtime, base, boots).output("hostname") == "boots"
+    finally:
+        for name in await runtime.list():
+            await runtime.destroy(name)
         await runtime.close()
 
 

@@ -83,12 +83,12 @@ async def test_a_setup_that_cannot_be_says_why(settings: Settings, tmp_path: Pat
 
 @pytest.mark.full
 async def test_the_doctor_tries_every_promise_in_a_guest(settings: Settings) -> None:
-    found = {finding.name: finding for finding in await diagnose(settings)}
+    found = {finding.name: finding async for finding in diagnose(settings)}
     assert found["microVM"].detail.startswith("accelerator ")
     for name in ("microVM", "create a sandbox", "own kernel", "disk limit", "memory limit"):
         assert found[name].ok, found[name]
     missing = settings.model_copy(update={"microvm": settings.microvm.model_copy(update={"qemu": "no-such-qemu"})})
-    found = {finding.name: finding for finding in await diagnose(missing)}
+    found = {finding.name: finding async for finding in diagnose(missing)}
     assert "microvm.qemu" in (found["microVM"].remedy or "")
     assert "create a sandbox" not in found
 

@@ -21,7 +21,7 @@ from sandyard.config import Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
-from sandyard.runtimes.microvm import MicroVMRuntime, claim
+from sandyard.runtimes.microvm import MicroVMRuntime, claim, spares
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.spare import Spare
 from tests.runtimes.microvm import claimant
@@ -264,6 +264,49 @@ async def test_none_stands_ready_where_none_is_wanted(settings: Settings, base: 
         await runtime.close()
 
 
+async def test_what_they_take_is_counted_and_given_back(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    assert runtime.ready_bytes() == 0
+    await made(runtime, spec_of(base, "first"))
+    await runtime.destroy("first")
+    spares = await ready(runtime)
+    pids = [spare.pid for spare in spares]
+    anon = [int((await asyncio.to_thread(status, pid, "RssAnon"))[0]) << 10 for pid in pids]
+    taken, together = runtime.ready_bytes(), runtime.host_memory()
+    assert 0.9 * sum(anon) < taken < 2 * (96 << 20)  # the kernel counts in batches
+    assert together.bytes - together.cache >= taken
+    kit = await made(runtime, spec_of(base, "box"))
+    vmm = vmm_of(kit)
+    assert vmm.pid in pids
+    if runtime.host.cgroups.version == 1:  # version 2 leaves what it took until then where it was
+        used = runtime.host.cgroups.read("box")
+        anonymous = int((await asyncio.to_thread(status, vmm.pid, "RssAnon"))[0]) << 10
+        assert used.memory - used.cache > 0.9 * anonymous
+    await ready(runtime)
+    await runtime.rest()
+    assert runtime.ready_bytes() == 0
+    assert runtime.host.spares.ready() == []
+    await eventually(lambda: not [path for path in left(runtime) if ".spares" not in path])
+    assert await kit.output("echo alive") == "alive"
+    await runtime.destroy("box")
+    await made(runtime, spec_of(base, "box"))
+    await ready(runtime)  # there are some again
+
+
+async def test_none_is_made_where_memory_is_short(
+    runtime: MicroVMRuntime, base: Rootfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spares, "host_memory", lambda: (8192, 400))
+    await made(runtime, spec_of(base, "box"))
+    making = runtime.host.spares._making
+    assert making is not None
+    await asyncio.wait_for(making, 20)
+    assert (runtime.host.spares.ready(), runtime.ready_bytes()) == ([], 0)
+    monkeypatch.undo()
+    await runtime.destroy("box")
+    await made(runtime, spec_of(base, "box"))
+    await ready(runtime)
+
+
 async def test_few_kinds_have_some(runtime: MicroVMRuntime, base: Rootfs) -> None:
     choice, spares = await runtime.choose(), runtime.host.spares
     for memory_mb in (128, 144, 160, 176):
@@ -291,7 +334,7 @@ async def test_what_is_another_servers_stays(runtime: MicroVMRuntime, base: Root
     assert vmm_of(kit).pid in pids
 
 
-STEPS = (claimant.READY, "exchange", "Disks.hand_to", "save_below", "make_groups", "_give_disks", "save_running")
+STEPS = (claimant.READY, "exchange", "Disks.hand_to", "save_below", "move_groups", "_give_disks", "save_running")
 
 
 @pytest.mark.parametrize(

@@ -79,15 +79,14 @@ class Cgroups:
         """Read the counters; zeros where the group is gone."""
         return self._read_v2(sandbox_id) if self.version == 2 else self._read_v1(sandbox_id)
 
-    def taken(self) -> tuple[int, int]:
-        """Bytes of memory of all sandboxes together, and how many of them are pages of files that can be had back."""
+    def taken(self, sandbox_id: str = "") -> tuple[int, int]:
+        """Bytes of memory of one, or of all sandboxes together, and how many of them are pages of files that can be had
+        back."""
+        name, root = ("memory.current", "") if self.version == 2 else ("memory.usage_in_bytes", "memory")
+        total, stat = self._file(root, sandbox_id, name), self._file(root, sandbox_id, "memory.stat")
         if self.version == 2:
-            total, stat = self._file("", "", "memory.current"), self._file("", "", "memory.stat")
-            cache = _field(stat, "file") - _field(stat, "shmem")
-        else:
-            total, stat = self._file("memory", "", "memory.usage_in_bytes"), self._file("memory", "", "memory.stat")
-            cache = _field(stat, "total_cache") - _field(stat, "total_shmem")
-        return _number(total), cache
+            return _number(total), _field(stat, "file") - _field(stat, "shmem")
+        return _number(total), _field(stat, "total_cache") - _field(stat, "total_shmem")
 
     def kill(self, sandbox_id: str, deadline: float) -> None:
         """Kill every process of the sandbox and wait until there is none.

@@ -26,11 +26,11 @@ from sandyard.runtimes.deltas import DeltaDamaged
 from sandyard.runtimes.deltas.extents import copy, extents
 from sandyard.runtimes.deltas.format import PARTIAL
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.room import check_room
 
 log = structlog.get_logger("sandyard.commit")
 
 _BLKFLSBUF = 0x1261
-_RESERVE_MB = 128  # what a commit leaves free on the host
 _COMPARED = 1 << 20
 
 
@@ -108,7 +108,7 @@ def sync_tree(path: Path) -> None:
 
 
 def _increment(image: Path, target: Path, parent: Path, stand_still: StandStill | None, durable: bool) -> int:
-    _check_room(target.parent, 0)
+    check_room(target.parent, 0)
     device = _device(image, stand_still)
 
     def written() -> int:
@@ -128,7 +128,7 @@ def _device(image: Path, stand_still: StandStill | None) -> Path | None:
 
 
 def _image(image: Path, partial: Path, stand_still: StandStill | None) -> int:
-    _check_room(partial.parent, image.stat().st_blocks * 512)
+    check_room(partial.parent, image.stat().st_blocks * 512)
     device = _device(image, stand_still)
     if device is None or stand_still is None:
         copy(image, partial)
@@ -155,12 +155,6 @@ def _flush(device: Path) -> None:
 def _written(device: Path) -> int:
     """How many sectors were ever written to the device."""
     return int(Path("/sys/block", device.name, "stat").read_text().split()[6])
-
-
-def _check_room(where: Path, needed: int) -> None:
-    stat = os.statvfs(where)
-    if stat.f_bavail * stat.f_frsize < needed + (_RESERVE_MB << 20):
-        raise SandboxError(f"no room for {needed >> 20} MiB at {where}", remedy="free disk space on the host")
 
 
 def _copy_again(source: Path, target: Path) -> None:

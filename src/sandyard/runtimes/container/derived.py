@@ -21,13 +21,13 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas import Chain, materialise
 from sandyard.runtimes.deltas.format import PARTIAL, parent_name
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.room import RESERVE
 
 MAX_DEPTH = 8
 """How many deltas may lie on each other: each is read to make the image."""
 SUFFIX = ".delta"
 MERGED = ".merged"
 _MADE = ".made"
-_RESERVE = 128 << 20  # bytes that stay free: an image can be made again, and what others write cannot
 _KEPT_SECONDS = 600.0
 _MARK = "user.sandyard.boot"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -98,7 +98,7 @@ def make(layer: Path, *, durable: bool = False) -> None:
         for look in range(_LOOKS):
             try:
                 root, above = ancestry(layer)
-                materialise(root, [delta_of(each) for each in above], made, reserve=_RESERVE)
+                materialise(root, [delta_of(each) for each in above], made, reserve=RESERVE)
                 break
             except (FileNotFoundError, LayerGone) as error:
                 if look == _LOOKS - 1:

@@ -15,16 +15,17 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from sandyard.errors import CreateFailed
+from sandyard.runtimes.room import check_room
 
 DiskKind = Literal["loop", "none"]
 _FORMAT = 1  # change when the empty image's making changes
 _MAKING, _STALE_SECONDS = ".making-", 600
 _FREEING_AT_ONCE = 64
-_RESERVE_MB = 128  # what creation leaves free on the host
 # No journal: the disk dies with its sandbox. No resize inode, few superblock copies and packed
 # metadata keep an empty image near 150 KiB.
 _MKFS = [
@@ -117,10 +118,7 @@ class Disks:
 
     def _check_room(self) -> None:
         self.store.mkdir(mode=0o700, parents=True, exist_ok=True)
-        stat = os.statvfs(self.store)
-        free = stat.f_bavail * stat.f_frsize >> 20
-        if free < _RESERVE_MB:
-            raise CreateFailed("disk", f"{free} MiB free at {self.store}", remedy="free disk space on the host")
+        check_room(self.store, 0, error=partial(CreateFailed, "disk"))
 
     def _make_blank(self, path: Path, total_mb: int) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

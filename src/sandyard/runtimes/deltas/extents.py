@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandyard.errors import SandboxError
+from sandyard.runtimes.room import check_room
 
 _FICLONE = 0x40049409
 _CHUNK = 8 << 20
@@ -38,17 +38,10 @@ def copy(source: Path, target: Path, mode: int = 0o400, *, reserve: int = 0) -> 
             fcntl.ioctl(writer.fileno(), _FICLONE, reader.fileno())
             return
         except OSError:  # this file system has no clones, or not between these two
-            _check_room(source, os.fstat(reader.fileno()).st_blocks * 512, writer.fileno(), reserve)
+            if reserve:
+                needed = os.fstat(reader.fileno()).st_blocks * 512
+                check_room(writer.fileno(), needed, f" of a copy of {source}", reserve=reserve)
             _copy_data(reader.fileno(), writer.fileno())
-
-
-def _check_room(source: Path, needed: int, target: int, reserve: int) -> None:
-    found = os.fstatvfs(target)
-    if reserve and found.f_bavail * found.f_frsize < needed + reserve:
-        raise SandboxError(
-            f"no room for a copy of {source}, {needed >> 20} MiB, with {reserve >> 20} MiB left for others",
-            remedy="free disk space on the host",
-        )
 
 
 def _copy_data(reader: int, writer: int) -> None:

@@ -6,13 +6,13 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sandyard.errors import AgentLinkError, CreateFailed, SandboxError
+from sandyard.errors import AgentLinkError, CreateFailed, HostFull, SandboxError
 from sandyard.guest.client import LinkAgent, open_agent
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.finishing import ended
@@ -150,8 +150,8 @@ class BringUp:
         try:
             await self.control(instance, choice.engine)
             # One connection, however long the boot takes: a second would queue a second greeting to the agent.
-            await self._answer(instance, lambda: open_agent(path, limit, call_timeout=patience))
-            await identify(instance, secrets.token_bytes(64))
+            await unless_full(instance, self._answer(instance, lambda: open_agent(path, limit, call_timeout=patience)))
+            await unless_full(instance, identify(instance, secrets.token_bytes(64)))
         except AgentLinkError as error:
             raise CreateFailed("agent", error.message) from error
         return instance
@@ -177,6 +177,15 @@ class BringUp:
             linking.cancel()
             death.cancel()
             await asyncio.gather(linking, death, return_exceptions=True)
+
+
+async def unless_full(instance: MicroVMInstance, work: Coroutine[Any, Any, None]) -> None:
+    """Await what a guest that is being made is asked to do. Raises `CreateFailed("disk")` as soon as the host has no
+    room for what it writes, and what `work` raises."""
+    try:
+        await instance.unless_stalled(work)
+    except HostFull as error:
+        raise CreateFailed("disk", error.message, remedy="free space below paths.state and try again") from error
 
 
 async def identify(instance: MicroVMInstance, seed: bytes) -> None:

@@ -43,8 +43,7 @@ def make_groups(cgroups: Cgroups, sandbox_id: str, limits: VmLimits) -> list[Pat
         }
     made: list[Path] = []
     try:
-        roots = [root for name, root in cgroups.roots.items() if name in _CONTROLLERS]
-        for root in dict.fromkeys(roots):
+        for root in _roots(cgroups):
             group = root / cgroups.parent / sandbox_id
             group.mkdir(parents=True)
             made.append(group)
@@ -55,3 +54,19 @@ def make_groups(cgroups: Cgroups, sandbox_id: str, limits: VmLimits) -> list[Pat
     except OSError as error:
         raise CreateFailed("limits", f"control group: {error}") from error
     return made
+
+
+def move_groups(cgroups: Cgroups, name: str, sandbox_id: str, pid: int, limits: VmLimits) -> None:
+    """Let a VMM that is in the groups of `name`, with these limits, be in those of a sandbox. Raises `CreateFailed`,
+    `OSError`; what was made then is for `Cgroups.remove`, by both names."""
+    if cgroups.version == 2:
+        for group in make_groups(cgroups, sandbox_id, limits):
+            (group / "cgroup.procs").write_text(str(pid))
+        return
+    # What a process had when it is moved stays with the group it leaves. So these get another name, as version 1 can.
+    for root in _roots(cgroups):
+        (root / cgroups.parent / name).rename(root / cgroups.parent / sandbox_id)
+
+
+def _roots(cgroups: Cgroups) -> list[Path]:
+    return list(dict.fromkeys(root for name, root in cgroups.roots.items() if name in _CONTROLLERS))

@@ -13,7 +13,7 @@ from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.exchange import exchange
 from sandyard.runtimes.finishing import ended, finish
-from sandyard.runtimes.microvm.cgroup import make_groups
+from sandyard.runtimes.microvm.cgroup import move_groups
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.kind import Kind
@@ -42,7 +42,8 @@ async def claimed(host: Host, spare: Spare, spec: SandboxSpec, memory: str, blan
     Raises `SandboxError`, `OSError`; what was made until then is left for `Host.end`, and the disk is whole."""
     drives = await ended(_give_files, host, spare, spec, memory, blank_conf)
     assert spare.pid  # 0 is this process to a control group
-    settling = asyncio.ensure_future(ended(_give_place, host, spare.pid, spare.kind, spec))  # the kernel takes its time
+    # The kernel takes its time.
+    settling = asyncio.ensure_future(ended(_give_place, host, spare.name, spare.pid, spare.kind, spec))
     try:
         await _give_disks(spare.control, drives)
         await ended(save_running, host.layout.home(spec.sandbox_id), spec, spare.pid)
@@ -82,9 +83,8 @@ def _link(path: Path, target: Path) -> None:
             os.link(each, target / each.name)
 
 
-def _give_place(host: Host, pid: int, kind: Kind, spec: SandboxSpec) -> None:
-    for group in make_groups(host.cgroups, spec.sandbox_id, kind.limits):
-        (group / "cgroup.procs").write_text(str(pid))
+def _give_place(host: Host, name: str, pid: int, kind: Kind, spec: SandboxSpec) -> None:
+    move_groups(host.cgroups, name, spec.sandbox_id, pid, kind.limits)
     if spec.network is not None:
         move_tap(pid, spec.network, host.starter.gate())
 

@@ -71,7 +71,7 @@ class Swap:
     @classmethod
     async def prepare(cls, host: Host, instance: MicroVMInstance) -> Swap:
         """Make the image, which belongs to nobody yet. Raises `Unsupported`, `SandboxError`."""
-        await shortening.settle(host, instance)
+        await shortening.make_way(host, instance)
 
         def make() -> Swap:
             disks = Disks(host.layout, instance.spec)

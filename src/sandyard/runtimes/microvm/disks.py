@@ -2,8 +2,8 @@
 
 Those that nothing writes to any more lie in a directory of root's (`kept`), which its VMM can read; what it writes
 to, and what it wrote since it was started, lies in its own (`own`). What a VMM wrote comes to `kept` as a copy while
-it runs, as the very file when it has ended. `kept` has all up to some number, so that what lies in `own` counts only
-above that. Files in `kept` may have more names: as parts of snapshots, and in other sandboxes' `kept`.
+it runs, as the very file when it has ended. What lies in `own` counts only where `kept` has no such image. Files in
+`kept` may have more names: as parts of snapshots, and in other sandboxes' `kept`.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ class Disks:
         """Bring what its VMM wrote, up to image `number`, to where nothing can write to it. `ended`: there is no VMM.
         What it costs is what was written since the last time."""
         self.prepare()
-        known = max(_numbers(self.kept), default=-1)
-        for each in sorted(found for found in _numbers(self.own) if known < found <= number):
-            source, target = self.own / image(each), self.kept / image(each)
-            header_of(source)  # refused before anything is copied
+        for source in self.chain(number):  # each is looked at, and refused, before anything is copied
+            if source.parent != self.own:
+                continue
+            target = self.kept / source.name
             if ended:
                 disk.take(source, target, durable)
                 source.unlink()
@@ -143,6 +143,23 @@ class Disks:
             name = image(number) if number >= 0 else BLANK
             os.link(path, self.kept / name)
             _write(self.kept / f"{name}{_DIGEST}", digest)
+
+    def retired(self) -> int | None:
+        """The uppermost image that its VMM may write to, its guest does not any more, and `kept` has a copy of: while
+        others are brought to it none can be made."""
+        top, both = self.top(), {*_numbers(self.own)} & {*_numbers(self.kept)}
+        return max((number for number in both if number < top), default=None)
+
+    @_of_the_host
+    def shortened(self, number: int) -> None:
+        """Its VMM, which runs, has brought all that lies below to image `number`, and writes to that no more if the
+        guest does not. From here on that one counts, and not what `kept` has of it; what lies below goes."""
+        own, copy = self.own / image(number), self.kept / image(number)
+        if copy.exists() and header_of(own).whole and not header_of(copy).whole:
+            sync(own)
+            copy.unlink()
+            copy.with_name(f"{copy.name}{_DIGEST}").unlink(missing_ok=True)
+        self.prune(ended=False)
 
     @_of_the_host
     def digest(self, path: Path) -> str:
@@ -181,8 +198,8 @@ class Disks:
             return
         chain = self.chain()
         bottom = self.top() + 1 - len([path for path in chain if path.name != BLANK])
-        copied = max(_numbers(self.kept), default=-1) if ended else -1
-        self._remove(self.own, lambda number: number < bottom or number <= copied)
+        copied = set(_numbers(self.kept)) if ended else ()
+        self._remove(self.own, lambda number: number < bottom or number in copied)
         self._remove(self.kept, lambda number: number < bottom)
         if chain[0].name != BLANK:
             (self.kept / BLANK).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.record import forget_halted, load_running
 from sandyard.runtimes.microvm.spares import Spares
 from sandyard.runtimes.microvm.starting import Starter
+from sandyard.runtimes.microvm.turns import Turns
 
 ID = re.compile(r"[a-z0-9]{1,40}")
 _DESTROY_TIMEOUT = 20.0
@@ -35,6 +36,7 @@ class Host:
         self.layout = Layout.of(settings)
         self.instances: dict[str, MicroVMInstance] = {}
         self.background: dict[str, asyncio.Task[None]] = {}  # what is done to disks, by sandbox id
+        self.turns = Turns()
         self._cgroups: Cgroups | None = None
         self.spares = Spares(settings, self.layout, lambda: self.cgroups)
 

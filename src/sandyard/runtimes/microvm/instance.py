@@ -172,7 +172,7 @@ class MicroVMInstance(Instance):
         if not self.paused:
             try:
                 async with asyncio.timeout(_AGAIN):
-                    await self.agent.stand_still()
+                    await self.unless_stalled(self.agent.stand_still())
             except (SandyardError, TimeoutError):
                 await self.drop_agent()  # what came through its link would change what stands still
         with suppress(SandboxError):  # of a VMM that is gone its death is told

@@ -12,7 +12,7 @@ from sandyard.config import Settings
 from sandyard.errors import CreateFailed, HostError, SandboxError, SandyardError
 from sandyard.runtimes.base import Capabilities, HostMemory, Instance, Probe, Runtime, SandboxSpec
 from sandyard.runtimes.finishing import ended, finish
-from sandyard.runtimes.microvm import commits
+from sandyard.runtimes.microvm import commits, shortening
 from sandyard.runtimes.microvm.bringup import BringUp, identify
 from sandyard.runtimes.microvm.choice import KVM, Choice, traces
 from sandyard.runtimes.microvm.disks import Disks
@@ -26,7 +26,6 @@ from sandyard.runtimes.microvm.probing import choose
 from sandyard.runtimes.microvm.record import forget_halted, load_halted, save_halted
 from sandyard.runtimes.microvm.stall import STALLED
 from sandyard.runtimes.microvm.starting import split_layers
-from sandyard.runtimes.microvm.turns import Turns
 
 _SLOW = 3.0  # seconds of a start on bare hardware
 _CLOSE_PATIENCE = 45.0  # seconds; whoever stops a server kills it some time
@@ -57,13 +56,15 @@ class MicroVMRuntime(Runtime):
         self._keeping = Keeping(self.host, self._bring_up)
         self._suspending = self._keeping.suspending
         self._slots = asyncio.Semaphore(self.starts_at_once)
-        self._turns = Turns()
         self._ready = asyncio.Lock()
         self._choice: Choice | None = None
         self._traces: Sequence[object] = ()
 
     def host_memory(self) -> HostMemory:
         return HostMemory(*self.host.cgroups.taken())
+
+    def ready_bytes(self) -> int:
+        return self.host.spares.taken_bytes()
 
     async def probe(self) -> Probe:
         try:
@@ -105,7 +106,7 @@ class MicroVMRuntime(Runtime):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slot(), self._turns.of(sandbox_id):
+        async with self._slot(), self.host.turns.of(sandbox_id):
             if await ended(self.host.known, sandbox_id):
                 raise CreateFailed("spec", f"sandbox {sandbox_id} exists already")
             try:
@@ -118,7 +119,7 @@ class MicroVMRuntime(Runtime):
         return await asyncio.to_thread(lambda: sorted(self.host.ids()))
 
     async def adopt(self, sandbox_id: str) -> Instance | None:
-        async with self._turns.of(sandbox_id):
+        async with self.host.turns.of(sandbox_id):
             known = self.host.instances.get(sandbox_id)
             try:
                 choice = await self._known()
@@ -132,7 +133,7 @@ class MicroVMRuntime(Runtime):
 
     async def pause(self, instance: MicroVMInstance) -> None:
         """`Instance.pause`: with its disk held still and whole, so that it can be committed as it stands."""
-        async with self._turns.of(instance.spec.sandbox_id):
+        async with self.host.turns.of(instance.spec.sandbox_id):
             if instance.paused:
                 return
             try:
@@ -145,7 +146,7 @@ class MicroVMRuntime(Runtime):
 
     async def resume(self, instance: MicroVMInstance) -> None:
         """`Instance.resume`, with the clock set to the host's."""
-        async with self._turns.of(instance.spec.sandbox_id):
+        async with self.host.turns.of(instance.spec.sandbox_id):
             if not instance.paused:
                 return
             try:
@@ -168,7 +169,7 @@ class MicroVMRuntime(Runtime):
     async def try_again(self, instance: MicroVMInstance) -> bool:
         """Of a guest that is to run: let it go on where it stands still, and all in it; whether it stood still. Raises
         `SandboxError`, `GuestError`."""
-        async with self._turns.of(instance.spec.sandbox_id):
+        async with self.host.turns.of(instance.spec.sandbox_id):
             if instance.paused:
                 return False
             if await instance.status() in (STALLED, "paused"):
@@ -185,14 +186,14 @@ class MicroVMRuntime(Runtime):
         self, instance: MicroVMInstance, target: Path, *, durable: bool, parent: Path | None, memory: bool
     ) -> int:
         """`Instance.commit`."""
-        async with self._turns.of(instance.spec.sandbox_id):
+        async with self.host.turns.of(instance.spec.sandbox_id):
             await instance.check_room()
             if memory:
                 return await self._keeping.commit(instance, target, durable=durable)
             return await commits.commit(self.host, instance, target, durable=durable)
 
     async def halt(self, sandbox_id: str) -> None:
-        async with self._turns.of(sandbox_id):
+        async with self.host.turns.of(sandbox_id):
             if load_halted(self.host.layout.disk(sandbox_id)) is not None:
                 await finish(self._halt(None, sandbox_id))
                 return
@@ -204,6 +205,8 @@ class MicroVMRuntime(Runtime):
                 raise SandboxError(f"sandbox {sandbox_id} cannot be halted: it does not live")
             if not instance.paused:
                 await instance.check_room()
+                with suppress(SandboxError):  # else a VMM that is killed in its last moment leaves half of an image
+                    await shortening.call_off(self.host, instance)
                 await instance.unless_stalled(instance.agent.freeze(True))
             await finish(self._halt(instance.spec, sandbox_id))
 
@@ -227,7 +230,7 @@ class MicroVMRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         split_layers(spec.rootfs.layers)
         choice = await self._chosen()
-        async with self._slot(), self._turns.of(sandbox_id):
+        async with self._slot(), self.host.turns.of(sandbox_id):
             own = self.host.layout.disk(sandbox_id)
             if load_halted(own) is None:
                 raise CreateFailed("disk", f"sandbox {sandbox_id} is not halted")
@@ -241,7 +244,7 @@ class MicroVMRuntime(Runtime):
                 raise
 
     async def suspend(self, sandbox_id: str) -> None:
-        async with self._turns.of(sandbox_id):
+        async with self.host.turns.of(sandbox_id):
             if self._suspending.get(sandbox_id) is not None:
                 await finish(self.host.end(sandbox_id))
                 return
@@ -255,13 +258,13 @@ class MicroVMRuntime(Runtime):
 
     async def wake(self, spec: SandboxSpec) -> Instance:
         choice = await self._chosen()
-        async with self._slot(), self._turns.of(spec.sandbox_id):
+        async with self._slot(), self.host.turns.of(spec.sandbox_id):
             return await self._suspending.wake(choice, spec)
 
     async def commit_halted(
         self, sandbox_id: str, target: Path, *, parent: Path | None = None, memory: bool = False
     ) -> int:
-        async with self._turns.of(sandbox_id):
+        async with self.host.turns.of(sandbox_id):
             record = self._suspending.get(sandbox_id)
             if memory:
                 if record is None:
@@ -283,15 +286,15 @@ class MicroVMRuntime(Runtime):
         instance = self.host.instances.get(sandbox_id)
         if instance is not None:
             instance.kill()  # whoever has the lock may wait for a guest that does not answer
-        async with self._turns.of(sandbox_id):
+        async with self.host.turns.of(sandbox_id):
             await finish(self._keeping.remove(sandbox_id))
 
     async def rest(self) -> None:
-        await self.host.spares.close()
+        await self.host.spares.let_go()
 
     async def close(self) -> None:
         """What is under way is brought to its end or undone; the guests go on."""
-        await self._turns.end(_CLOSE_PATIENCE)
+        await self.host.turns.end(_CLOSE_PATIENCE)
         await self._keeping.close()
         await self.host.close()
 

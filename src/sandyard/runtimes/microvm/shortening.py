@@ -1,99 +1,195 @@
 """A guest's disk that has become a long chain of images is made one again while the guest runs.
 
-QEMU brings what lies below to the image that is written to, which then says of itself that nothing lies below; at
-every moment until then the chain is whole. Nobody waits for it but what needs the chain to stand still.
+QEMU brings what lies below to one image, which then says of itself that nothing lies below; at every moment until then
+the chain is whole. That image is the uppermost one that the guest does not write to any more, so that snapshots go on
+above it meanwhile. Right after a resume there is none, and it is the one that the guest writes to: what comes in the
+way calls that off, and it goes on in the same image when another one lies above.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 import structlog
 
 from sandyard.errors import SandboxError
 from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm import disks
-from sandyard.runtimes.microvm.disks import Disks
+from sandyard.runtimes.microvm.disks import MOST, Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.qmp import QmpError
 
 log = structlog.get_logger("sandyard.microvm")
 
-JOB = "shorten"
+JOB = "shorten"  # then a dash and the number of the image
+HURRY = 12
+"""Images of one sandbox: then they are made one as fast as the host's disk allows, whatever its limit."""
 _POLL = 0.1
-_TIMEOUT = 3600.0
+_PATIENCE = 30.0
 _AT_REST = ("concluded", "null")
+_NAME = re.compile(r"(file-)?disk(?:-([0-9]+))?")  # of a node that a VMM was started with, for its disk
+_CANCELLED = "Operation canceled"
+_Job = dict[str, object]
 
 
 async def begin(host: Host, instance: MicroVMInstance) -> None:
-    """Of a disk that is deep enough, in the background. Whoever calls holds the sandbox's lock."""
-    sandbox_id, speed = instance.spec.sandbox_id, host.settings.microvm.disk_mb_s << 20
+    """Of a disk that is deep enough, in the background. Whoever calls holds the sandbox's turn."""
+    sandbox_id = instance.spec.sandbox_id
+    if sandbox_id in host.background:
+        return  # that looks again when it has its turn
     try:
-        if sandbox_id in host.background or await ended(Disks(host.layout, instance.spec).depth) < disks.DEEPEST:
-            return
-        arguments = {"job-id": JOB, "device": await instance.disk_node(), "auto-dismiss": False, "speed": speed}
-        await instance.control.execute("block-stream", arguments)
+        top = await _start(host, instance)
     except (SandboxError, OSError) as error:
         _stays(instance, error)
         return
-    task = asyncio.ensure_future(_shorten(host, instance))
-    host.background[sandbox_id] = task
-    task.add_done_callback(lambda done: _forget(host, sandbox_id, done))
+    if top is not None:
+        task = asyncio.ensure_future(_shorten(host, instance, top))
+        host.background[sandbox_id] = task
+        task.add_done_callback(lambda done: _forget(host, sandbox_id, done))
 
 
-async def settle(host: Host, instance: MicroVMInstance, *, call_off: bool = False) -> None:
-    """Wait until nothing shortens the disk any more, also nothing that an earlier server began, or call it off; then
-    remove what is not needed any more. Raises `SandboxError`."""
-    if call_off:
-        await _call_off(instance)
+async def make_way(host: Host, instance: MicroVMInstance) -> None:
+    """Before the image that the guest writes to gets one above it; `begin` is due afterwards. Waits only where there
+    are too many images already. Raises `SandboxError`."""
+    job = await _job(instance)
+    if job is None:
+        return
+    if job.get("status") in _AT_REST:
+        await _clear(host, instance, job)
+        return
+    images = Disks(host.layout, instance.spec)
+    depth = await ended(images.depth)
+    if _number(job) >= await ended(images.top):
+        await call_off(host, instance)
+        return
+    if depth >= HURRY:
+        await _tell(instance, "block-job-set-speed", {"device": str(job["id"]), "speed": 0})
+    if depth > 2 * MOST:
+        await _settle(host, instance)
+
+
+async def call_off(host: Host, instance: MicroVMInstance) -> None:
+    """Nothing shortens the disk any more, also nothing that an earlier server began. Raises `SandboxError`."""
+    if (job := await _job(instance)) is not None:
+        await _tell(instance, "job-cancel", {"id": str(job["id"])})
+    await _settle(host, instance)
+
+
+async def _tell(instance: MicroVMInstance, command: str, arguments: _Job) -> None:
+    """A job, which may end in that moment, or a node, which may be needed. Raises `SandboxError`."""
     try:
-        async with asyncio.timeout(_TIMEOUT):
-            await _wait(instance)
+        await instance.control.execute(command, arguments)
+    except QmpError as error:
+        if not error.kind:
+            raise
+
+
+async def _settle(host: Host, instance: MicroVMInstance) -> None:
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            job = await _ended(instance)
     except TimeoutError as error:
-        raise SandboxError(f"sandbox {instance.spec.sandbox_id}: its disk is still being made one image") from error
-    await ended(lambda: Disks(host.layout, instance.spec).prune(ended=False))
+        message = f"sandbox {instance.spec.sandbox_id}: the images of its disk are still being made one"
+        raise SandboxError(message, remedy="try again later") from error
+    if job is not None:
+        await _clear(host, instance, job)
 
 
-async def _shorten(host: Host, instance: MicroVMInstance) -> None:
+async def _start(host: Host, instance: MicroVMInstance) -> int | None:
+    """The uppermost image; None where there is nothing to do. Raises `SandboxError`."""
+    images = Disks(host.layout, instance.spec)
+    top = await ended(images.top)
+    if await _job(instance) is not None:  # an earlier server's, or one that was not in the way
+        return top
+    depth = await ended(images.depth)
+    if depth < disks.DEEPEST:
+        return None
+    number = await ended(images.retired)
+    if number is None:
+        number, node = top, await instance.disk_node()
+    else:
+        node = f"disk{number}"
+        node = node if node in await _nodes(instance) else "disk"  # what its VMM was started with
+    speed = 0 if depth >= HURRY else host.settings.microvm.disk_mb_s << 20
+    arguments = {"job-id": f"{JOB}-{number}", "device": node, "auto-dismiss": False, "speed": speed}
+    await instance.control.execute("block-stream", arguments)
+    return top
+
+
+async def _shorten(host: Host, instance: MicroVMInstance, top: int) -> None:
+    """Until nothing is left to do, or there is no more to it than when it was begun."""
     try:
-        await settle(host, instance)
+        while True:
+            await _ended(instance)
+            async with host.turns.of(instance.spec.sandbox_id):
+                job = await _job(instance)
+                if job is not None and job.get("status") not in _AT_REST:
+                    continue
+                if job is not None and not await _clear(host, instance, job):
+                    return
+                later = await ended(Disks(host.layout, instance.spec).top)
+                if later == top or await _start(host, instance) is None:
+                    return
+                top = later
     except (SandboxError, OSError) as error:
         _stays(instance, error)
 
 
-async def _wait(instance: MicroVMInstance) -> None:
-    """Until it is over, whatever came of it; then it is no more. Raises `SandboxError`."""
+async def _ended(instance: MicroVMInstance) -> _Job | None:
+    """Wait until nothing is at work; what was, unless that is known to QEMU no more. Raises `SandboxError`."""
     while True:
         job = await _job(instance)
-        if job is None:
-            return
-        if job.get("status") in _AT_REST:
-            if error := job.get("error"):
-                _stays(instance, error)
-            try:
-                await instance.control.execute("job-dismiss", {"id": JOB})
-            except QmpError as error:
-                if error.kind and await _job(instance) is not None:  # else somebody else did
-                    raise
-            return
+        if job is None or job.get("status") in _AT_REST:
+            return job
         await asyncio.sleep(_POLL)
 
 
-async def _call_off(instance: MicroVMInstance) -> None:
+async def _clear(host: Host, instance: MicroVMInstance, job: _Job) -> bool:
+    """After it ended, whatever came of it: let go of what is not needed any more, then of the job, so that a server
+    that is killed meanwhile leaves that to the next. Whether it came to something. Raises `SandboxError`."""
+    error = job.get("error")
+    if error:
+        if error != _CANCELLED:
+            _stays(instance, error)
+    else:
+        await ended(Disks(host.layout, instance.spec).shortened, _number(job))
     try:
-        if await _job(instance) is not None:
-            await instance.control.execute("job-cancel", {"id": JOB})
-    except QmpError as error:
-        if not error.kind:  # it ended by itself
+        await instance.control.execute("job-dismiss", {"id": str(job["id"])})
+    except QmpError as failed:
+        if not failed.kind or await _job(instance) is not None:  # else somebody else did
             raise
+    if not error:
+        await _forget_nodes(instance)  # not before: QEMU 7.2 dies of being asked for nodes while it has such a job
+    return not error
 
 
-async def _job(instance: MicroVMInstance) -> dict[str, object] | None:
+async def _forget_nodes(instance: MicroVMInstance) -> None:
+    """QEMU holds the files that its command line named, and so their place on the disk, until it is told. Raises
+    `SandboxError`."""
+    found = [match for match in map(_NAME.fullmatch, await _nodes(instance)) if match]
+    # What lies above first, and the images before their files.
+    for match in sorted(found, key=lambda match: (bool(match[1]), -int(match[2] or "999"))):
+        await _tell(instance, "blockdev-del", {"node-name": match[0]})
+
+
+async def _nodes(instance: MicroVMInstance) -> list[str]:
+    found = await instance.control.execute("query-named-block-nodes", {"flat": True})
+    return [str(each.get("node-name")) for each in found]
+
+
+async def _job(instance: MicroVMInstance) -> _Job | None:
     for job in await instance.control.execute("query-jobs"):
-        if job.get("id") == JOB:
+        if str(job.get("id")).startswith(JOB):
             return dict(job)
     return None
+
+
+def _number(job: _Job) -> int:
+    """Of the image that has all in the end. One that an older version began is the uppermost."""
+    number = str(job["id"]).partition("-")[2]
+    return int(number) if number.isdecimal() and len(number) < 10 else 1 << 30
 
 
 def _stays(instance: MicroVMInstance, error: object) -> None:

@@ -17,10 +17,12 @@ from sandyard.runtimes.microvm.kind import Kind
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.owners import Owner, sweep
 from sandyard.runtimes.microvm.spare import Spare
+from sandyard.runtimes.room import host_memory
 
 log = structlog.get_logger("sandyard.microvm")
 
 KINDS = 3
+_ROOM_MB = 512  # available on the host, below which none is made: sandboxes are refused soon
 _PAUSE = 0.1  # seconds without a start, before one is made: a start is not to be slowed
 
 
@@ -36,6 +38,7 @@ class Spares:
         self._starts = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._coming: Spare | None = None
         self._making: asyncio.Task[None] | None = None
         self._later: set[asyncio.Task[None]] = set()
 
@@ -88,8 +91,14 @@ class Spares:
         """Remove what servers that were killed left of theirs. Raises `SandboxError`, `OSError`."""
         await ended(sweep, self._layout, self._cgroups())
 
-    async def close(self) -> None:
-        """End them. It can be used again."""
+    def taken_bytes(self) -> int:
+        """What they have of the host's memory, those too that come up. Blocking, and quick."""
+        spares = [*self.ready(), *([self._coming] if self._coming is not None else [])]
+        found = [self._cgroups().taken(spare.name) for spare in spares]
+        return sum(total - cache for total, cache in found)
+
+    async def let_go(self) -> None:
+        """End them. After the next start some are made again."""
         if self._making is not None:
             self._making.cancel()
             await asyncio.wait((self._making,))
@@ -99,6 +108,10 @@ class Spares:
         self._ready.clear()
         if self._later:
             await asyncio.wait(self._later)
+
+    async def close(self) -> None:
+        """`let_go`, for good. It can be used again."""
+        await self.let_go()
         if self._owner is not None:
             self._owner.close()
             self._owner = None
@@ -108,7 +121,7 @@ class Spares:
             while True:
                 await self._calm()
                 short = [kind for kind, ready in self._ready.items() if len(ready) < self._count]
-                if not short:
+                if not short or host_memory()[1] < _ROOM_MB:
                     return
                 await self._add(short[-1])
         except (SandboxError, OSError, TimeoutError) as error:
@@ -125,11 +138,14 @@ class Spares:
         if self._owner is None:
             self._owner = Owner(self._layout)
         spare = Spare(self._layout, self._cgroups(), kind, self._owner.name())
+        self._coming = spare
         try:
             await spare.come_up(self._ended)
         except BaseException:
             await finish(self.end(spare))
             raise
+        finally:
+            self._coming = None
         if kind in self._ready and spare.pid:
             self._ready[kind].append(spare)
         else:

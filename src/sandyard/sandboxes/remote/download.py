@@ -19,6 +19,7 @@ from sandyard.runtimes.base import Runtime
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.durable import sync
 from sandyard.runtimes.finishing import ended
+from sandyard.runtimes.room import check_room
 from sandyard.sandboxes.remote.known import Known, manifest_of
 from sandyard.sandboxes.remote.lazy import LazyLayers
 from sandyard.sandboxes.remote.manifest import LayerManifest, layer_key, tree_name
@@ -29,7 +30,6 @@ from sandyard.store.blobs.chunks import chunk_key, decode
 
 log = structlog.get_logger("sandyard.remote")
 
-_RESERVE_MB = 128  # what stays free on the host
 _PAGE = 4096
 _PARTIAL = ".part"
 _DEPTH = 64
@@ -201,9 +201,7 @@ class Downloader:
 
     def _check_room(self, needed: int) -> None:
         self._home.mkdir(mode=0o711, parents=True, exist_ok=True)
-        stat = os.statvfs(self._home)
-        if stat.f_bavail * stat.f_frsize < needed + (_RESERVE_MB << 20):
-            raise HostError(f"no room for {needed >> 20} MiB at {self._home}", remedy="free disk space on the host")
+        check_room(self._home, needed, error=HostError)
 
 
 @contextlib.contextmanager

@@ -106,10 +106,8 @@ class SandboxWorkshop:
         self._manager.admission.check(resources)
         told = False
         while True:
-            while self._manager.admission.shortage(resources) is not None and await self._manager.pool.evict():
-                pass
             try:
-                self._manager.admission.take(resources)
+                await self._manager.maker.make_room(resources)
                 return
             except CapacityError as error:
                 if not told:

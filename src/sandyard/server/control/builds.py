@@ -13,8 +13,8 @@ from sandyard.errors import BadRequest, Conflict, Forbidden, NotFound, Unsupport
 from sandyard.images.build import Level, Step, check_step
 from sandyard.images.dockerfile import Recipe, check, parse
 from sandyard.runtimes.base import Resources
+from sandyard.runtimes.room import host_memory
 from sandyard.sandboxes import Build, Template
-from sandyard.sandboxes.admission import host_memory
 from sandyard.sandboxes.catalog import DEFAULT_TAG, Reference, check_new_tag
 from sandyard.server.builds import Credentials, Order, Origin
 from sandyard.server.control.context import Context, Here, Tenant

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from sandyard.errors import NotFound
-from sandyard.sandboxes.admission import host_memory
+from sandyard.runtimes.room import host_memory
 from sandyard.server.control.context import Context, Here, Tenant
 
 MIB = 1024 * 1024

@@ -95,7 +95,7 @@ class Bases:
         instance = await self._bring_up.start(choice, spec, used=False, tap=fit.network)
         capture = Capture(self._host, instance, name, fit)
         try:
-            await _warm(instance)
+            await instance.unless_stalled(_warm(instance))
             await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)

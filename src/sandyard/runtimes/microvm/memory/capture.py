@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,8 +136,9 @@ class Capture:
         """What is shared, with one delta more."""
         paths, what = image.pages_of(self._name, shared), f"pages{shared.next_number}"
         new, draft = part(self._name, what), part(self._name, "pages.draft")
-        with Chain(part(self._name, "ram"), paths, checked=False) as chain:  # only to leave out what is the same
-            runs = self._runs(draft, chain if paths else None)
+        with ExitStack() as stack:
+            chain = stack.enter_context(Chain(part(self._name, "ram"), paths, checked=False)) if paths else None
+            runs = self._runs(draft, chain)  # what is the same is left out
             index_delta(draft, new, runs, block_size=PAGE, size=shared.ram_bytes, parent=what, durable=durable)
         with Delta(new) as delta:
             made = shared.topped(len(paths), delta.digest.hex())

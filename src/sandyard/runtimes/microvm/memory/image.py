@@ -117,10 +117,6 @@ class Manifest:
         numbers = [*(self.numbers or range(len(self.pages)))][:first]
         return replace(self, pages=[*self.pages[:first], digest], numbers=[*numbers, self.next_number])
 
-    def stands_on(self, below: Manifest) -> bool:
-        """Whether `below` is this one's RAM with some of its pages."""
-        return self.ram == below.ram and list(self.pages[: len(below.pages)]) == list(below.pages)
-
 
 def part(name: Path, what: str) -> Path:
     return name.with_name(f"{name.name}.{what}")

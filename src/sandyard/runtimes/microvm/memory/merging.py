@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas import Delta
 from sandyard.runtimes.deltas.chain import merged_runs
 from sandyard.runtimes.deltas.format import PARTIAL, write_runs
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.image import Manifest, Unfit, pages_of, part
 from sandyard.runtimes.microvm.memory.pagemap import PAGE
+from sandyard.runtimes.room import check_room
 
 KEPT = 4
 """How many deltas may lie on each other before some become one: each is mapped, or read, at every start."""
 _ABOVE = 3  # and how many above those that others share
-_RESERVE = 128 << 20  # bytes that stay free: an image is whole without this, and what others write is not
 
 Runs = Iterator[tuple[int, bytearray]]
 Slow = Callable[[Runs, Path], Runs]
@@ -78,7 +76,7 @@ def compact(name: Path, floor: int, slow: Slow | None = None) -> Manifest | None
     first = lowest(sizes, floor)
     if first is None:
         return None
-    _check_room(name, sum(sizes[first:]))
+    check_room(name.parent, sum(sizes[first:]), " of pages as one")  # an image is whole without it
     later = merge(name, manifest, first, durable=True, slow=slow)
     try:
         image.save_again(name, later)
@@ -103,12 +101,3 @@ def _sweep(name: Path, paths: Sequence[Path]) -> None:
     for path in name.parent.glob(f"{name.name}.pages*"):
         if path not in paths:
             path.unlink(missing_ok=True)
-
-
-def _check_room(name: Path, needed: int) -> None:
-    found = os.statvfs(name.parent)
-    if found.f_bavail * found.f_frsize < needed + _RESERVE:
-        raise SandboxError(
-            f"no room for {needed >> 20} MiB of pages as one, with {_RESERVE >> 20} MiB left for others",
-            remedy="free disk space on the host",
-        )

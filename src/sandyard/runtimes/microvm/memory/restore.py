@@ -20,7 +20,7 @@ from sandyard.runtimes.deltas.chain import Piece, overlay
 from sandyard.runtimes.deltas.extents import extents
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import conf
-from sandyard.runtimes.microvm.bringup import BringUp, identify
+from sandyard.runtimes.microvm.bringup import BringUp, identify, unless_full
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.claim import claimed
 from sandyard.runtimes.microvm.disks import Disks
@@ -89,7 +89,7 @@ class Restorer:
         left."""
         manifest = await ended(self._give_disk, spec, layer, manifest)
         instance = await self.start(choice, spec, self._host.layout.memory(spec.sandbox_id) / "0", manifest)
-        await self._introduce(instance, spec)
+        await unless_full(instance, self._introduce(instance, spec))
         return instance
 
     async def start(self, choice: Choice, spec: SandboxSpec, name: Path, manifest: Manifest) -> MicroVMInstance:
@@ -101,14 +101,17 @@ class Restorer:
             if instance is None:
                 with opened(name, manifest) as memory:
                     instance = await self._by_new(choice, spec, memory)
-            await self._bring_up.relink(instance, choice)
-            try:
-                await identify(instance, secrets.token_bytes(64))
-                await instance.agent.freeze(False, processes=True)
-            except (AgentLinkError, GuestError) as error:
-                raise CreateFailed("agent", error.message) from error
+            await unless_full(instance, self._greet(instance, choice))
         self._host.spares.want(kind)
         return instance
+
+    async def _greet(self, instance: MicroVMInstance, choice: Choice) -> None:
+        await self._bring_up.relink(instance, choice)
+        try:
+            await identify(instance, secrets.token_bytes(64))
+            await instance.agent.freeze(False, processes=True)
+        except (AgentLinkError, GuestError) as error:
+            raise CreateFailed("agent", error.message) from error
 
     async def _by_spare(self, kind: Kind, spec: SandboxSpec, name: Path, manifest: Manifest) -> MicroVMInstance | None:
         """With a VMM that stands ready; None where there is none, or it comes to nothing."""

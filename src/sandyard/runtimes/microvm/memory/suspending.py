@@ -48,7 +48,7 @@ class Suspending:
         try:
             name = await ended(suspended.next_image, layout, spec.sandbox_id)
             await self._compactor.leave(layout.memory(spec.sandbox_id))
-            await shortening.settle(self._host, instance, call_off=True)
+            await shortening.call_off(self._host, instance)
             record = Suspended(spec, name, await ended(Disks(layout, spec).top))
             await finish(self._end(instance, record))
         except (SandboxError, OSError) as error:
