@@ -112,6 +112,10 @@ class Host:
         deadline = time.monotonic() + _DESTROY_TIMEOUT
         self.cgroups.kill(tool_group(sandbox_id), deadline)
         self.cgroups.remove(tool_group(sandbox_id), deadline)
+        try:
+            remove_tree(self.layout.disk(tool_group(sandbox_id)))
+        except OSError as error:
+            raise SandboxError(f"sandbox {sandbox_id}: what a tool left does not go: {error}") from error
 
     async def close(self) -> None:
         """Let go of the instances; they go on living. What stands ready for others ends."""
