@@ -16,10 +16,11 @@ from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import finish
 from sandyard.runtimes.microvm.cgroup import tool_group
-from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
+from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import last_lines
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.record import forget_halted, load_running
+from sandyard.runtimes.microvm.said import printable
 from sandyard.runtimes.microvm.spares import Spares
 from sandyard.runtimes.microvm.starting import Starter
 

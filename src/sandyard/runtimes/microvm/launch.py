@@ -24,6 +24,7 @@ from typing import IO
 from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.microvm.cgroup import THREADS
 from sandyard.runtimes.microvm.machine import TAP
+from sandyard.runtimes.microvm.said import printable
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _NEWPID = 0x20000000  # CLONE_NEWPID
@@ -198,7 +199,7 @@ def run_confined(plan: VmStart, command: Sequence[str], timeout: float) -> None:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
     if status != 0:
-        raise SandboxError(f"{command[0]}: {last_lines(plan.log)}")
+        raise SandboxError(f"{command[0]}: {printable(last_lines(plan.log))}")
 
 
 def listen(stack: ExitStack, path: Path) -> int:

@@ -7,6 +7,7 @@ every moment until then the chain is whole. Nobody waits for it but what needs t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import structlog
 
@@ -17,6 +18,7 @@ from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.qmp import QmpError
+from sandyard.runtimes.microvm.said import part, records, shown, text
 
 log = structlog.get_logger("sandyard.microvm")
 
@@ -70,7 +72,7 @@ async def _wait(instance: MicroVMInstance) -> None:
             return
         if job.get("status") in _AT_REST:
             if error := job.get("error"):
-                _stays(instance, error)
+                _stays(instance, shown(error))
             try:
                 await instance.control.execute("job-dismiss", {"id": JOB})
             except QmpError as error:
@@ -89,11 +91,14 @@ async def _call_off(instance: MicroVMInstance) -> None:
             raise
 
 
-async def _job(instance: MicroVMInstance) -> dict[str, object] | None:
-    for job in await instance.control.execute("query-jobs"):
-        if job.get("id") == JOB:
-            return dict(job)
-    return None
+async def _job(instance: MicroVMInstance) -> Mapping[str, object] | None:
+    """What QEMU says of it, if it is there. Raises `SandboxError`."""
+    return await instance.control.query("query-jobs", _found)
+
+
+def _found(said: object) -> Mapping[str, object] | None:
+    """Raises `Odd`."""
+    return next((job for job in records(said) if text(part(job, "id")) == JOB and text(part(job, "status"))), None)
 
 
 def _stays(instance: MicroVMInstance, error: object) -> None:
