@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import select
 import signal
 import stat
@@ -18,14 +17,16 @@ import pytest
 from sandyard.config import PathSettings, Settings
 from sandyard.errors import SandboxError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
+from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime, commits, disk
+from sandyard.runtimes.microvm import kind as kinds
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
+from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import VmStart, run_confined, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.qcow2 import Image, nested
 from sandyard.runtimes.microvm.users import make_home
-from tests.runtimes.microvm.test_microvm import made
 from tests.yard import needs_qemu, node_home
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(600)]
@@ -164,17 +165,24 @@ def test_what_a_killed_server_left_of_a_tool_goes(host: Host) -> None:
     assert os.listdir(host.layout.disks) == []
 
 
-async def test_a_guest_sees_an_error_where_its_vmm_may_write_no_more(runtime: MicroVMRuntime, base: Rootfs) -> None:
-    instance, kit = await made(runtime, base, "bounded")
-    disks = Disks(runtime.host.layout, instance.spec)
-    soft, hard = resource.prlimit(instance.pid, resource.RLIMIT_FSIZE)
-    assert soft == hard >= max(disks.most, runtime.host.starter.memory_mb(instance.spec) << 20)
-    assert resource.prlimit(instance.pid, resource.RLIMIT_CORE) == (0, 0)
-    assert numbers_of(instance.pid) == [instance.pid, 1]
-    size = max(path.stat().st_size for path in disks.own.iterdir())
-    resource.prlimit(instance.pid, resource.RLIMIT_FSIZE, (size + MOST, size + MOST))
-    ended = "dd if=/dev/urandom of=/big bs=1M count=24 conv=fsync 2>/dev/null; echo $?"
-    assert await asyncio.wait_for(kit.output(ended), 120) != "0"
-    assert await kit.output("echo lives") == "lives"  # and its VMM
+async def test_a_guest_sees_an_error_where_its_vmm_may_write_no_more(
+    runtime: MicroVMRuntime, base: Rootfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk has more room than that: what is left is the bound of its RAM."""
+    monkeypatch.setattr(kinds, "most_bytes", lambda _: 0)
+    spec = SandboxSpec("bounded", base, Resources(memory_mb=64, disk_mb=512, pids=64))
+    instance = await runtime.create(spec)
+    assert isinstance(instance, MicroVMInstance)
+    most = runtime.host.starter.memory_mb(spec) << 20
+    bounds = await asyncio.to_thread(Path(f"/proc/{instance.pid}/limits").read_text)
+    found = {line[:26].strip(): line[26:].split()[:2] for line in bounds.splitlines()}
+    assert found["Max file size"] == [str(most)] * 2
+    assert found["Max core file size"] == ["0", "0"]
+    assert await asyncio.to_thread(numbers_of, instance.pid) == [instance.pid, 1]
+    kit = Kit(runtime, base, instance)
+    fill = f"tr '\\0' x < /dev/zero | head -c {most} | dd of=/big bs=1M conv=fsync 2>/dev/null"
+    assert await asyncio.wait_for(kit.output(f"{fill}; echo $?"), 300) == "1"
+    assert max(path.stat().st_size for path in Disks(runtime.host.layout, spec).own.iterdir()) <= most
+    assert await kit.output("echo lives") == "lives"  # and its VMM does
     assert not instance.stall.lasts
     await runtime.destroy("bounded")

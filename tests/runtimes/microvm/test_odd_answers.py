@@ -145,6 +145,10 @@ ODD: Sequence[tuple[str, Any]] = (
 )  # fmt: skip
 
 
+def _short(said: object) -> str:
+    return ascii(said)[:40]
+
+
 async def _room(instance: MicroVMInstance) -> None:
     instance.stall.full.set()
     await instance.check_room()
@@ -158,7 +162,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sandyard.runtimes.microvm.memory.restore._LOAD_TIMEOUT", 0.05)
 
 
-@pytest.mark.parametrize(("name", "said"), ODD)
+@pytest.mark.parametrize(("name", "said"), ODD, ids=_short)
 async def test_what_is_no_answer_is_an_error(liar: tuple[Liar, MicroVMInstance], name: str, said: Any) -> None:
     machine, instance = liar
     command, work = OPERATIONS[name]
@@ -211,7 +215,7 @@ async def test_odd_events_are_none(liar: tuple[Liar, MicroVMInstance]) -> None:
     assert not instance.stall.lasts
 
 
-@pytest.mark.parametrize("reason", [*JUNK, "\x1b[31m" * 9999])
+@pytest.mark.parametrize("reason", [*JUNK, "\x1b[31m" * 9999], ids=_short)
 async def test_a_death_is_told_whatever_it_is_told_of(liar: tuple[Liar, MicroVMInstance], reason: Any) -> None:
     machine, instance = liar
     machine.answers["ringbuf-read"] = ["no", "text"]
@@ -222,7 +226,9 @@ async def test_a_death_is_told_whatever_it_is_told_of(liar: tuple[Liar, MicroVMI
     assert len(death.detail) < 500
 
 
-@pytest.mark.parametrize("version", [*JUNK, {"qemu": {"major": "7" * 9999, "minor": 2, "micro": 0}}, {"qemu": DEEP}])
+@pytest.mark.parametrize(
+    "version", [*JUNK, {"qemu": {"major": "7" * 9999, "minor": 2, "micro": 0}}, {"qemu": DEEP}], ids=_short
+)
 def test_a_version_is_numbers_or_none(version: Any) -> None:
     assert _version({"version": version}) == ""
     assert _version({"version": {"qemu": {"major": 7, "minor": 2, "micro": 0}}}) == "7.2.0"

@@ -126,6 +126,8 @@ def test_what_has_a_file_or_a_process_is_taken(layout: Layout, monkeypatch: pyte
         process.communicate(b"\n")
     assert make_home(layout, layout.disk("more")) == first + 3
     assert layout.uid("before") == first
+    users.give_home(of_before, first)  # as its next start does
+    assert (layout.uid("before"), of_before.stat().st_uid, of_before.stat().st_mode & 0o777) == (first, 0, 0o750)
 
 
 def test_states_begin_at_different_places(layout: Layout) -> None:

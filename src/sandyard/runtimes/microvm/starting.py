@@ -24,7 +24,7 @@ from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.memory.image import chain_of, is_blank
 from sandyard.runtimes.microvm.qcow2 import Image
 from sandyard.runtimes.microvm.record import save_below, save_running
-from sandyard.runtimes.microvm.users import make_home
+from sandyard.runtimes.microvm.users import give_home, make_home
 
 LAYER_FILES_MAX = 16
 CONF = "conf.img"
@@ -124,10 +124,11 @@ class Starter:
     def plan(self, kind: Kind, spec: SandboxSpec, groups: Sequence[Path], shared: dict[str, Path]) -> VmStart:
         """What its VMM is confined to, which its images belong to from here on. Raises `OSError`."""
         sandbox_id = spec.sandbox_id
-        uid = self._layout.uid(sandbox_id)
+        own, uid = self._layout.disk(sandbox_id), self._layout.uid(sandbox_id)
+        give_home(own, uid)  # also one that is of an earlier version
         Disks(self._layout, spec).hand_to(uid)
         return VmStart(
-            own=self._layout.disk(sandbox_id),
+            own=own,
             uid=uid,
             groups=groups,
             shared={**kind.shared, **shared},

@@ -33,14 +33,19 @@ def make_home(layout: Layout, own: Path) -> int:
             uid = _free(layout, lock)
             own.mkdir(mode=0o700)
             try:
-                os.chown(own, 0, uid)
-                own.chmod(0o750)
+                give_home(own, uid)
             except BaseException:
                 own.rmdir()
                 raise
             return uid
     except OSError as error:
         raise CreateFailed("disk", f"{own}: {error.strerror}") from error
+
+
+def give_home(own: Path, uid: int) -> None:
+    """Let the directory `own` be for the user, which reads it and makes no file in it. Raises `OSError`."""
+    os.chown(own, 0, uid)
+    own.chmod(0o750)
 
 
 @contextmanager
