@@ -19,7 +19,6 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime, commits, disk
-from sandyard.runtimes.microvm import kind as kinds
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
@@ -165,24 +164,23 @@ def test_what_a_killed_server_left_of_a_tool_goes(host: Host) -> None:
     assert os.listdir(host.layout.disks) == []
 
 
-async def test_a_guest_sees_an_error_where_its_vmm_may_write_no_more(
-    runtime: MicroVMRuntime, base: Rootfs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its disk has more room than that: what is left is the bound of its RAM."""
-    monkeypatch.setattr(kinds, "most_bytes", lambda _: 0)
-    spec = SandboxSpec("bounded", base, Resources(memory_mb=64, disk_mb=512, pids=64))
+async def test_a_guest_sees_an_error_where_its_vmm_may_write_no_more(runtime: MicroVMRuntime, base: Rootfs) -> None:
+    spec = SandboxSpec("bounded", base, Resources(memory_mb=128, disk_mb=64, pids=64))
     instance = await runtime.create(spec)
     assert isinstance(instance, MicroVMInstance)
-    most = runtime.host.starter.memory_mb(spec) << 20
+    disks, kit = Disks(runtime.host.layout, spec), Kit(runtime, base, instance)
     bounds = await asyncio.to_thread(Path(f"/proc/{instance.pid}/limits").read_text)
     found = {line[:26].strip(): line[26:].split()[:2] for line in bounds.splitlines()}
-    assert found["Max file size"] == [str(most)] * 2
+    assert found["Max file size"] == [str(max(runtime.host.starter.memory_mb(spec) << 20, disks.most))] * 2
     assert found["Max core file size"] == ["0", "0"]
     assert await asyncio.to_thread(numbers_of, instance.pid) == [instance.pid, 1]
-    kit = Kit(runtime, base, instance)
-    fill = f"tr '\\0' x < /dev/zero | head -c {most} | dd of=/big bs=1M conv=fsync 2>/dev/null"
-    assert await asyncio.wait_for(kit.output(f"{fill}; echo $?"), 300) == "1"
-    assert max(path.stat().st_size for path in Disks(runtime.host.layout, spec).own.iterdir()) <= most
+    most = max(path.stat().st_size for path in disks.own.iterdir()) + MOST
+    user = runtime.host.layout.uid("bounded")
+    as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]  # it may lower what it has
+    await asyncio.to_thread(disk.run, [*as_user, "prlimit", f"--pid={instance.pid}", f"--fsize={most}"])
+    fill = "head -c 8M /dev/urandom | dd of=/big bs=1M conv=fsync 2>/dev/null"
+    assert await kit.output(f"{fill}; echo $?") == "1"
+    assert max(path.stat().st_size for path in disks.own.iterdir()) <= most
     assert await kit.output("echo lives") == "lives"  # and its VMM does
     assert not instance.stall.lasts
     await runtime.destroy("bounded")

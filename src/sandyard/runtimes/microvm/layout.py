@@ -96,7 +96,7 @@ class Layout:
     def uid(self, sandbox_id: str) -> int:
         """The host user of the VMM of a sandbox that is there. Raises `OSError`."""
         uid = user_of(self.disk(sandbox_id))
-        if uid < self.first_uid:  # its server was killed in the middle of making it
+        if uid == 0:  # its server was killed in the middle of making it
             raise OSError(errno.EPERM, "it is no VMM's", str(self.disk(sandbox_id)))
         return uid
 
