@@ -97,6 +97,9 @@ LIES = {
     "too early": STARTED + frame(Frame.RESULT, 0, 1, u16(0), 1),
     "taken over": STARTED + frame(Frame.RESET, 0, 1, b"", 1),
     "type 8, channel 0 out of place": STARTED + frame(Frame.RESET, 0, 1),
+    "4294967295 bytes of credit": frame(Frame.RESULT, 0, 1, u16(0) + u32(7) + u32(2**32 - 1)),
+    "an end by number 65 on": STARTED + EOFS + frame(Frame.EXIT, 0, 1, b"\1" + u32(65)),
+    "an end by number 256 on": STARTED + EOFS + frame(Frame.EXIT, 0, 1, b"\0" + u32(256)),
     "did not answer hello within 0.4 s": STARTED + EOFS + frame(Frame.EXIT, 0, 1, b"\0" + u32(0)),
 }
 

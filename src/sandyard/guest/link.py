@@ -66,7 +66,8 @@ class Receiver(ABC):
 
 def describe(code: GuestErrorCode, number: int, step: str) -> str:
     reason = os.strerror(number) if 0 < number < 4096 else str(code).replace("_", " ")
-    return f"{step[:64]}: {reason}"
+    where = "".join(letter if letter.isprintable() else "?" for letter in step[:64])
+    return f"{where}: {reason}"
 
 
 class _Closing(Receiver):

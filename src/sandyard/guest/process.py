@@ -210,6 +210,10 @@ class LinkWatch(Watch):
 async def open_process(link: Link, stream: Stream, op: Op, request: bytes, timeout: float) -> tuple[int, Reader]:
     """Start or attach; returns the pid and what follows it in the answer."""
     reader = await stream.start(op, request, timeout)
-    pid = reader.u32()
-    stream.credit += reader.u32()
+    try:
+        pid = reader.u32()
+        stream.take_credit(reader.u32())
+    except AgentLinkError:
+        stream.reset()
+        raise
     return pid, reader

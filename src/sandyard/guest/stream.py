@@ -12,6 +12,7 @@ from sandyard.guest.link import Link, Receiver
 from sandyard.guest.wire import CREDIT_MAX, FIN, PAYLOAD_MAX, STDIN, Frame, Op, Reader, u32
 
 _SMALL = 4096
+_SIGNAL_MAX, _CODE_MAX = 64, 255
 
 
 class Stream(Receiver):
@@ -54,20 +55,26 @@ class Stream(Receiver):
         elif frame == Frame.RESULT:
             self._on_result(flags, payload)
         elif frame == Frame.CREDIT and channel == STDIN:
-            self.credit += Reader(payload).u32()
-            if self.credit > CREDIT_MAX:
-                raise AgentLinkError(f"the agent gave {self.credit} bytes of credit on {self.what}")
+            self.take_credit(Reader(payload).u32())
         elif frame == Frame.EOF and channel not in self.eofs:
             self.eofs.add(channel)
         elif frame == Frame.EXIT and self.exit is None:
             reader = Reader(payload)
             killed, number = reader.u8(), reader.u32()
+            if number > (_SIGNAL_MAX if killed else _CODE_MAX):
+                raise AgentLinkError(f"the agent sent an end by number {number} on {self.what}")
             self.exit = ExitStatus(signal=number) if killed else ExitStatus(code=number)
         elif frame == Frame.RESET and flags & FIN:
             self.error = self.error or AgentLinkError(f"{self.what} was taken over by another attach")
         else:
             raise AgentLinkError(f"the agent sent frame type {frame}, channel {channel} out of place on {self.what}")
         self._wake()
+
+    def take_credit(self, size: int) -> None:
+        """Raises `AgentLinkError` for more than any agent gives."""
+        self.credit += size
+        if self.credit > CREDIT_MAX:
+            raise AgentLinkError(f"the agent gave {self.credit} bytes of credit on {self.what}")
 
     def _on_data(self, channel: int, payload: bytes) -> None:
         self._room[channel] -= len(payload)

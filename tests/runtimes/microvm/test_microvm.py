@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -102,8 +103,11 @@ async def test_the_vmm_is_confined(runtime: MicroVMRuntime, base: Rootfs) -> Non
     assert (status["CapEff"], status["NoNewPrivs"], status["Seccomp"]) == ("0" * 16, "1", "2")
     root = Path(f"/proc/{instance.pid}/root")
     assert not [name for name in ("etc", "root", "home", "var", "proc") if (root / name).exists()]
+    assert status["NSpid"].split() == [str(instance.pid), "1"]
+    assert int(status["SigIgn"], 16) >> signal.SIGXFSZ - 1 & 1
     # What the VMM itself would meet: its own root, its own user.
     tries = ["/etc/passwd", "/proc/1/environ", str(runtime.host.layout.assets / "manifest.json"), "/shared/base"]
+    tries += ["/vm/new", f"/proc/{instance.pid}/environ"]
     body = "head -c1 $f >/dev/null 2>&1 && echo read; ( : >>$f ) 2>/dev/null && echo written"
     script = f"for f in {' '.join(tries)}; do {body}; done"
     enter = ["nsenter", f"--target={instance.pid}", "--mount", "--net", "--root"]

@@ -23,6 +23,7 @@ from sandyard.runtimes.base import Resources, Rootfs, SandboxSpec
 from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime, claim, spares
 from sandyard.runtimes.microvm.instance import MicroVMInstance
+from sandyard.runtimes.microvm.layout import user_of
 from sandyard.runtimes.microvm.spare import Spare
 from tests.runtimes.microvm import claimant
 from tests.runtimes.microvm.victim import NAME, SMALL
@@ -72,7 +73,8 @@ def left(runtime: MicroVMRuntime) -> list[str]:
 
 
 def owners(path: Path) -> set[int]:
-    return {each.stat().st_uid for each in (path, *path.glob("disk*.qcow2"))}
+    """Of the images, and whom their directory is for."""
+    return {user_of(path), *(each.stat().st_uid for each in path.glob("disk*.qcow2"))}
 
 
 def status(pid: int, name: str) -> list[str]:
@@ -86,12 +88,14 @@ async def test_what_is_started_is_one_that_stood_ready(
     layout = runtime.host.layout
     await made(runtime, spec_of(base, "first"))
     await runtime.destroy("first")
-    pids = {spare.pid: spare.name for spare in await ready(runtime)}
+    spares = await ready(runtime)
+    pids, users = {spare.pid: spare.name for spare in spares}, {spare.pid: spare.uid for spare in spares}
     kit = await made(runtime, spec_of(base, "box"))
     vmm = vmm_of(kit)
     assert vmm.pid in pids
     uid = layout.uid("box")
-    assert uid == layout.new_uid(pids[vmm.pid])
+    assert uid == users[vmm.pid]
+    assert len({*users.values()}) == len(users)
     assert await asyncio.to_thread(status, vmm.pid, "Uid") == [str(uid)] * 4
     assert await asyncio.to_thread(status, vmm.pid, "CapEff") == ["0" * 16]
     assert await asyncio.to_thread(owners, layout.disk("box")) == {uid}

@@ -35,7 +35,7 @@ from sandyard.runtimes.microvm.starting import Starter
 from tests.yard import needs_qemu, node_home
 
 CHOICE = Choice(Engine("qemu", "1"), Assets(Path("kernel"), Path("initrd"), "1", "agent", "digest"), "tcg", 1.0)
-KIND = Kind(CHOICE.engine, CHOICE.accel, 224, 192, 1.0, tap=False, layers=1)
+KIND = Kind(CHOICE.engine, CHOICE.accel, 224, 64, 192, 1.0, tap=False, layers=1)
 
 
 @pytest.fixture

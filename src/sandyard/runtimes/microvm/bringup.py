@@ -18,12 +18,13 @@ from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm.choice import Choice, Engine
 from sandyard.runtimes.microvm.disks import Disks
-from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
+from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.machine import Accel
 from sandyard.runtimes.microvm.memory import suspended
 from sandyard.runtimes.microvm.memory.fitting import fit_of, save_fit
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import load_halted, load_running
+from sandyard.runtimes.microvm.said import printable
 from sandyard.runtimes.microvm.stall import NOT_ON
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from sandyard.runtimes.container.cgroups import Cgroups
 
 _CONTROLLERS = ("", "memory", "pids", "cpu", "cpuacct", "freezer")
 _PERIOD = 100_000  # microseconds
-_THREADS = 128  # of a VMM: one for each virtual CPU, and those that wait for its disks
+THREADS = 128
+"""Of a VMM: one for each virtual CPU, and those that wait for its disks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,13 @@ def make_groups(cgroups: Cgroups, sandbox_id: str, limits: VmLimits) -> list[Pat
         values = {
             "memory.max": limits.memory_bytes,
             "memory.swap.max": 0,
-            "pids.max": _THREADS,
+            "pids.max": THREADS,
             "cpu.max": f"{quota} {_PERIOD}",
         }
     else:
         values = {
             "memory.limit_in_bytes": limits.memory_bytes,
-            "pids.max": _THREADS,
+            "pids.max": THREADS,
             "cpu.cfs_period_us": _PERIOD,
             "cpu.cfs_quota_us": quota,
         }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +12,17 @@ from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import ended, finish
 from sandyard.runtimes.microvm import disk, shortening
 from sandyard.runtimes.microvm.cgroup import VmLimits, make_groups, tool_group
-from sandyard.runtimes.microvm.disks import KEPT, LEFT, MOST, Disks
+from sandyard.runtimes.microvm.disks import MOST, Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import STOP_TIMEOUT, MicroVMInstance
-from sandyard.runtimes.microvm.launch import OWN, run_confined
-from sandyard.runtimes.microvm.qcow2 import Image, nested
+from sandyard.runtimes.microvm.launch import OWN, VmStart, run_confined
+from sandyard.runtimes.microvm.qcow2 import nested
 from sandyard.runtimes.microvm.qmp import QmpError
 from sandyard.runtimes.microvm.starting import LAYER_FILES_MAX
+from sandyard.runtimes.microvm.users import make_home
 
 _TIMEOUT = 600.0
+_MADE = "layer.qcow2"
 _TOOL = VmLimits(memory_bytes=512 << 20, cpu=1.0)
 
 
@@ -131,22 +131,23 @@ async def _exchange(instance: MicroVMInstance, swap: Swap) -> None:
 async def flatten(host: Host, spec: SandboxSpec, number: int, target: Path, durable: bool) -> int:
     """Write image `number` of a sandbox, which no VMM writes to, and all below it as the layer `target`; its bytes.
     Raises `SandboxError`."""
-    disks = Disks(host.layout, spec)
-    scratch = disks.own / f"{LEFT}{secrets.token_hex(4)}"
-    try:
-        images = await ended(disks.images, number)
-        await ended(_convert, host, spec, images, OWN / scratch.name)
-        return await ended(disk.take, scratch, target, durable)
-    finally:
-        scratch.unlink(missing_ok=True)
+    return await ended(_flatten, host, spec, number, target, durable)
 
 
-def _convert(host: Host, spec: SandboxSpec, images: Sequence[Image], made: Path) -> None:
-    sandbox_id = spec.sandbox_id
-    host.end_tools(sandbox_id)
+def _flatten(host: Host, spec: SandboxSpec, number: int, target: Path, durable: bool) -> int:
+    """By a tool that is confined as the VMM is, as another user, in a directory of its own."""
+    name, disks = tool_group(spec.sandbox_id), Disks(host.layout, spec)
+    own, log = host.layout.disk(name), host.layout.home(spec.sandbox_id) / "tool.log"
+    host.end_tools(spec.sandbox_id)
     try:
-        groups = make_groups(host.cgroups, tool_group(sandbox_id), _TOOL)
-        plan = host.starter.plan(spec, groups, {KEPT: host.layout.kept(sandbox_id)}, tool=True)
-        run_confined(plan, ["qemu-img", "convert", "-U", "-O", "qcow2", nested(images), str(made)], _TIMEOUT)
+        images, shared = disks.lent(number)
+        groups = make_groups(host.cgroups, name, _TOOL)
+        plan = VmStart(own, make_home(host.layout, own), groups, shared, log, file_bytes=disks.most)
+        made = disk.to_be_written(own, _MADE)
+        command = ["qemu-img", "convert", "-U", "-O", "qcow2", nested(images), str(OWN / made.name)]
+        run_confined(plan, command, _TIMEOUT)
+        return disk.take(made, target, durable)
+    except OSError as error:
+        raise SandboxError(f"commit to {target}: {error}") from error
     finally:
-        host.end_tools(sandbox_id)
+        host.end_tools(spec.sandbox_id)

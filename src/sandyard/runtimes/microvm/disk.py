@@ -16,6 +16,7 @@ from typing import BinaryIO
 from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas.extents import extents
 from sandyard.runtimes.durable import sync
+from sandyard.runtimes.microvm.layout import user_of
 from sandyard.runtimes.microvm.qcow2 import opened
 
 _MIB = 1 << 20
@@ -56,13 +57,13 @@ def above(home: Path, backing: str, kind: str, size: int, number: int) -> Path:
     """Image `number` of a sandbox, above what has the name `backing`: nobody goes by that name, but that there is one
     says that the image does not stand for itself. Blocking."""
     path, scratch = home / image(number), home.with_name(f".{home.name}-{secrets.token_hex(4)}")
-    owner = home.stat()
     try:
+        uid = user_of(home)
         # Beside the directory, in which a VMM may have put a link of any name.
         with open(scratch, "xb") as file:
             os.fchmod(file.fileno(), 0o600)
             _write_empty(file, _empty(home.parent, kind, size), backing)
-        os.chown(scratch, owner.st_uid, owner.st_gid)
+        os.chown(scratch, uid, uid)
         scratch.replace(path)
     except OSError as error:
         raise SandboxError(f"disk in {home}: {error.strerror}") from error
@@ -100,6 +101,17 @@ def _write_empty(file: BinaryIO, empty: bytes, backing: str) -> None:
 
 def image(number: int) -> str:
     return f"disk{number}.qcow2"
+
+
+def to_be_written(home: Path, name: str) -> Path:
+    """A new empty file in the directory of a VMM or a tool, which can make none itself. Raises `OSError`."""
+    path, uid = home / name, user_of(home)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchown(descriptor, uid, uid)
+    finally:
+        os.close(descriptor)
+    return path
 
 
 def take(scratch: Path, target: Path, durable: bool) -> int:

@@ -25,7 +25,7 @@ from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.disk import image
 from sandyard.runtimes.microvm.launch import OWN, SHARED
 from sandyard.runtimes.microvm.layout import Layout
-from sandyard.runtimes.microvm.qcow2 import Image, header_of
+from sandyard.runtimes.microvm.qcow2 import Image, header_of, opened
 
 BLANK = "blank.img"
 DEEPEST = 8
@@ -33,7 +33,6 @@ DEEPEST = 8
 MOST = 16
 """Images of one sandbox: then they are made one before anything else."""
 KEPT = "disks"  # below `SHARED`
-LEFT = "layer-"  # begins the name of what a tool writes in `own`
 _IMAGE = re.compile(r"disk([0-9]{1,9})\.qcow2")
 _DIGEST = ".digest"
 _SLACK = 64 << 20
@@ -59,8 +58,7 @@ class Disks:
         self.own = layout.disk(spec.sandbox_id)
         self.kept = layout.kept(spec.sandbox_id)
         self.sandbox_id = spec.sandbox_id
-        size = spec.resources.disk_mb << 20
-        self._most = size + size // 4 + _SLACK  # bytes of an image, and more than a disk has
+        self.most = most_bytes(spec.resources.disk_mb)
         self._layout = layout
         self._spec = spec
 
@@ -102,6 +100,21 @@ class Disks:
             found.append(Image(where / path.name, "raw" if path.name == BLANK else "qcow2"))
         return found
 
+    @_of_the_host
+    def lent(self, number: int) -> tuple[Sequence[Image], dict[str, Path]]:
+        """`images`, as a tool sees them that is another user than its VMM; and, by names below `SHARED`, what that gets
+        to see, and cannot change. What lies in its own directory is lent only while it has no VMM."""
+        found, shared = [], {KEPT: self.kept}
+        for path in self.chain(number):
+            where = SHARED / KEPT / path.name
+            if path.parent == self.own:
+                with opened(path) as descriptor:
+                    os.fchmod(descriptor, 0o644)  # nobody else comes to its directory
+                where = SHARED / f"own-{path.name}"
+                shared[where.name] = path
+            found.append(Image(where, "raw" if path.name == BLANK else "qcow2"))
+        return found, shared
+
     def writable(self) -> bool:
         """Whether its VMM may write to the uppermost image."""
         return self.top() in _numbers(self.own) and self.top() not in _numbers(self.kept)
@@ -112,7 +125,7 @@ class Disks:
         number = self.top() + 1
         below, kind = (image(number - 1), "qcow2") if number else (BLANK, "raw")
         size = header_of(self._path(number - 1)).size if number else self._blank().stat().st_size
-        if size > self._most:  # a VMM can write any into a header
+        if size > self.most:  # a VMM can write any into a header
             raise SandboxError(f"{image(number - 1)} says that it is a disk of {size} bytes")
         return disk.above(self.own, below, kind, size, number)
 
@@ -212,8 +225,9 @@ class Disks:
 
     @_of_the_host
     def sweep(self) -> None:
-        """Remove what a server left that was killed while it copied, or while a tool or the VMM wrote for it."""
-        for path in (*self.own.glob(f"{LEFT}*"), *self.own.glob("state-*"), *self.kept.glob(".*")):
+        """Remove what a server left that was killed while it copied, or while the VMM wrote for it; in earlier versions
+        also a tool."""
+        for path in (*self.own.glob("layer-*"), *self.own.glob("state-*"), *self.kept.glob(".*")):
             path.unlink(missing_ok=True)
 
     @_of_the_host
@@ -228,8 +242,8 @@ class Disks:
         """Bring all to the host's disk."""
         for home in (self.own, self.kept):
             for path in _files(home):
-                if not path.is_symlink():
-                    sync(path)
+                with opened(path) as descriptor:
+                    os.fsync(descriptor)
             sync(home)
 
     def _remove(self, home: Path, which: Callable[[int], bool]) -> None:
@@ -255,12 +269,18 @@ class Disks:
     def _copy(self, source: Path, target: Path) -> None:
         scratch = self.kept / f".{secrets.token_hex(4)}"
         try:
-            digest = disk.copy(source, scratch, self._most)
+            digest = disk.copy(source, scratch, self.most)
             header_of(scratch)  # of what was copied, whatever the VMM did meanwhile
             _write(target.with_name(f"{target.name}{_DIGEST}"), digest)
             scratch.rename(target)
         finally:
             scratch.unlink(missing_ok=True)
+
+
+def most_bytes(disk_mb: int) -> int:
+    """Of an image of a disk that takes `disk_mb` MiB, and more than it ever has."""
+    size = disk_mb << 20
+    return size + size // 4 + _SLACK
 
 
 def _numbers(home: Path) -> Sequence[int]:

@@ -16,10 +16,11 @@ from sandyard.runtimes.container.cgroups import Cgroups, detect_cgroups
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import finish
 from sandyard.runtimes.microvm.cgroup import tool_group
-from sandyard.runtimes.microvm.instance import MicroVMInstance, printable
+from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import last_lines
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.record import forget_halted, load_running
+from sandyard.runtimes.microvm.said import printable
 from sandyard.runtimes.microvm.spares import Spares
 from sandyard.runtimes.microvm.starting import Starter
 from sandyard.runtimes.microvm.turns import Turns
@@ -114,6 +115,10 @@ class Host:
         deadline = time.monotonic() + _DESTROY_TIMEOUT
         self.cgroups.kill(tool_group(sandbox_id), deadline)
         self.cgroups.remove(tool_group(sandbox_id), deadline)
+        try:
+            remove_tree(self.layout.disk(tool_group(sandbox_id)))
+        except OSError as error:
+            raise SandboxError(f"sandbox {sandbox_id}: what a tool left does not go: {error}") from error
 
     async def close(self) -> None:
         """Let go of the instances; they go on living. What stands ready for others ends."""

@@ -17,6 +17,7 @@ from sandyard.runtimes.base import Death, Instance, SandboxSpec, Usage
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.machine import device_of
 from sandyard.runtimes.microvm.qmp import Qmp, QmpError
+from sandyard.runtimes.microvm.said import part, printable, records, shown, text
 from sandyard.runtimes.microvm.stall import NOT_ON, STALLED, Stall
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 STOP_TIMEOUT = 120.0
 """Seconds for what QEMU answers only when all is on the host's disk."""
 _AGAIN = 10.0
+_CONSOLE = 4096  # bytes at its end
 _T = TypeVar("_T")
 _ENDED = ("shutdown", "guest-panicked", "internal-error")
 
@@ -79,32 +81,26 @@ class MicroVMInstance(Instance):
 
     async def status(self) -> str:
         """QEMU's word for what the machine does. Raises `QmpError`."""
-        said = await self.control.execute("query-status")
-        return str(said.get("status")) if isinstance(said, dict) else ""
+        return await self.control.query("query-status", lambda said: text(part(said, "status")))
 
     def take_control(self, qmp: Qmp) -> None:
         """Its VMM was connected to already; its guest has not run yet."""
-        qmp.on_event = self._on_event
+        qmp.name, qmp.on_event = self.spec.sandbox_id, self._on_event
         self.qmp = qmp
 
     async def limit_disk(self, bytes_per_second: int) -> None:
         """How much it may read and write on its disk; 0: without a limit. Raises `QmpError`."""
         kinds = ("bps_rd", "bps_wr", "iops", "iops_rd", "iops_wr")
         rate = {"bps": bytes_per_second, **dict.fromkeys(kinds, 0)}
-        if (found := await self._disk()) is not None:
-            await self.control.execute("block_set_io_throttle", {"id": found["qdev"], **rate})
+        if (device := await self.control.query("query-block", _device)) is not None:
+            await self.control.execute("block_set_io_throttle", {"id": device, **rate})
 
     async def disk_node(self) -> str:
         """The name QEMU has for the image the guest writes to. Raises `SandboxError`."""
-        found = await self._disk()
-        if found is None:
+        node = await self.control.query("query-block", _node)
+        if node is None:
             raise SandboxError(f"sandbox {self.spec.sandbox_id}: its VMM has no disk")
-        return str(found["inserted"]["node-name"])
-
-    async def _disk(self) -> Mapping[str, Any] | None:
-        """What QEMU says of the one that the guest writes to."""
-        blocks = await self.control.execute("query-block")
-        return next((each for each in blocks if device_of("disk") in str(each.get("qdev", ""))), None)
+        return node
 
     async def replace_agent(self, open_link: Callable[[], Awaitable[LinkAgent]]) -> None:
         """Close the old link, then take a new one: a port serves one at a time."""
@@ -237,12 +233,12 @@ class MicroVMInstance(Instance):
 
     async def console(self) -> str:
         """The end of what the guest's kernel said."""
-        said = await self.control.execute("ringbuf-read", {"device": "console", "size": 4096, "format": "utf8"})
-        return str(said)
+        arguments = {"device": "console", "size": _CONSOLE, "format": "utf8"}
+        return (await self.control.query("ringbuf-read", text, arguments))[-_CONSOLE:]
 
     def _on_event(self, name: str, data: Mapping[str, Any]) -> None:
         if name in ("SHUTDOWN", "GUEST_PANICKED"):
-            self._guest_ended(str(data.get("reason", name.lower())))
+            self._guest_ended(shown(data.get("reason", name.lower())))
         if name == "RESUME":
             self.stall.full.clear()
         if name == "BLOCK_IO_ERROR" and data.get("action") == "stop":
@@ -285,9 +281,19 @@ class MicroVMInstance(Instance):
             self._pidfd = -1
 
 
-def printable(text: str) -> str:
-    """What a guest may have written, for a log or a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+def _drive(said: object) -> Mapping[str, Any] | None:
+    """What QEMU says of the one that the guest writes to. Raises `Odd`, as those below do."""
+    return next((each for each in records(said) if device_of("disk") in text(each.get("qdev", ""))), None)
+
+
+def _device(said: object) -> str | None:
+    found = _drive(said)
+    return None if found is None else text(found["qdev"])
+
+
+def _node(said: object) -> str | None:
+    found = _drive(said)
+    return None if found is None else text(part(part(found, "inserted"), "node-name"))
 
 
 def _death_of(how: str, console: str) -> Death:

@@ -11,19 +11,23 @@ from pathlib import Path
 from sandyard.runtimes.microvm.assets import Assets
 from sandyard.runtimes.microvm.cgroup import VmLimits
 from sandyard.runtimes.microvm.choice import Engine
+from sandyard.runtimes.microvm.disks import most_bytes
 from sandyard.runtimes.microvm.launch import SHARED
 from sandyard.runtimes.microvm.machine import Absent, Accel, Drive, Machine
+from sandyard.runtimes.microvm.memory.checking import STATE_MAX
 
 _KERNEL, _INITRD = "kernel", "initrd"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`memory_mb`: the RAM of the guest; `layers`: how many committed ones it has as disks."""
+    """`memory_mb`: the RAM of the guest; `layers`: how many committed ones it has as disks, above `disk_mb` of its
+    own."""
 
     engine: Engine
     accel: Accel
     memory_mb: int
+    disk_mb: int
     overhead_mb: int
     cpu: float
     tap: bool
@@ -32,6 +36,11 @@ class Kind:
     @property
     def limits(self) -> VmLimits:
         return VmLimits((self.memory_mb + self.overhead_mb) << 20, self.cpu)
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the biggest file that its VMM writes: RAM, an image of its disk, a state of its devices."""
+        return max(self.memory_mb << 20, most_bytes(self.disk_mb), STATE_MAX)
 
     @property
     def device(self) -> str:

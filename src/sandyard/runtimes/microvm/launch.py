@@ -1,11 +1,13 @@
 """Start one VMM: in namespaces, control groups and a root of its own, as a user of its own.
 
 Its root holds the system's programs, read-only, the images every guest shares, and the one directory
-that is its own at `/vm`. It has no network but what it is given.
+that is its own at `/vm`, in which it may write to the files that are its user's. It has no network but what it is
+given, and is the only process that it could see.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -13,15 +15,20 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from sandyard.errors import CreateFailed, SandboxError
+from sandyard.runtimes.microvm.cgroup import THREADS
 from sandyard.runtimes.microvm.machine import TAP
+from sandyard.runtimes.microvm.said import printable
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_NEWPID = 0x20000000  # CLONE_NEWPID
+_FILES = 1024  # open at a time: images of its disk and of layers, parts of its memory
 _LOG_MAX = 1 << 20
 _LOG_LOOKS, _LOG_PAUSE = 4, 0.01
 OWN = Path("/vm")
@@ -36,13 +43,13 @@ _SET_UP = """
     # The listeners behind it are on loopback.
     echo 1 > /proc/sys/net/ipv4/conf/TAP/route_localnet
 """
-# $1 the VMM's directory, $2 one to be /shared or nothing, $3 user, $4 the device of the accelerator or nothing, $5 the
-# address of the host's end of its interface or nothing, then groups up to `--`, then pairs of a host's file or
-# directory and its name below /shared up to `--`, then the command.
+# $1 the VMM's directory, $2 one to be /shared or nothing, $3 user, $4 bytes of the biggest file, $5 the device of the
+# accelerator or nothing, $6 the address of the host's end of its interface or nothing, then groups up to `--`, then
+# pairs of a host's file or directory and its name below /shared up to `--`, then the command.
 _SCRIPT = """
 set -e
-own=$1 given=$2 user=$3 device=$4 gate=$5
-shift 5
+own=$1 given=$2 user=$3 most=$4 device=$5 gate=$6
+shift 6
 if [ -n "$gate" ]; then
     CLEAR
     ip tuntap add dev TAP mode tap user $user
@@ -77,6 +84,11 @@ shift
 mount --bind "$own" $root/vm
 mount -o remount,ro $root
 cd /
+trap '' XFSZ  # what is too big is an error of the write
+ulimit -f $(( (most + 511) / 512 ))
+ulimit -c 0
+ulimit -n FILES
+ulimit -p THREADS 2>/dev/null || ulimit -u THREADS
 exec chroot --userspec="$user:$user" --groups="$user" $root "$@"
 """
 # $1 the VMM, $2 the namespace that its interface is to be in, $3 its address there.
@@ -89,8 +101,12 @@ nsenter --net="$2" sh -ec 'SET_UP'
 """
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
 def _filled(script: str) -> str:
-    for name, text in (("CLEAR", _CLEAR), ("SET_UP", _SET_UP), ("LATER", LATER), ("TAP", TAP)):
+    texts = {"CLEAR": _CLEAR, "SET_UP": _SET_UP, "LATER": LATER, "TAP": TAP}
+    for name, text in {**texts, "FILES": str(_FILES), "THREADS": str(THREADS)}.items():
         script = script.replace(name, text)
     return script
 
@@ -98,13 +114,15 @@ def _filled(script: str) -> str:
 @dataclass(frozen=True, slots=True)
 class VmStart:
     """`shared` maps names below `/shared` to files and directories of the host; what lies in the directory `given` it
-    can read there too, also what comes later; `network` is a namespace to be in."""
+    can read there too, also what comes later; `file_bytes`: of the biggest file it may write, also in memory; `network`
+    is a namespace to be in."""
 
     own: Path
     uid: int
     groups: Sequence[Path]
     shared: dict[str, Path]
     log: Path
+    file_bytes: int
     device: str = ""
     network: Path | None = None
     gate: str = ""  # the address, with its prefix, of the host's end of the interface, or `LATER`
@@ -120,23 +138,40 @@ def start_vmm(plan: VmStart, command: Sequence[str], descriptors: Sequence[int])
     shared = [part for name, path in plan.shared.items() for part in (str(path), name)]
     groups = [str(group) for group in plan.groups]
     directories = [str(plan.own), str(plan.given or "")]
-    arguments = [*directories, str(plan.uid), plan.device, plan.gate, *groups, "--", *shared, "--", *command]
+    options = [str(plan.uid), str(plan.file_bytes), plan.device, plan.gate]
+    arguments = [*directories, *options, *groups, "--", *shared, "--", *command]
     try:
         with _bounded(plan.log) as log:
-            process = subprocess.Popen(
-                [*spaces, "sh", "-c", _filled(_SCRIPT), "vmm", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=descriptors,
-                start_new_session=True,  # it outlives its server
-                cwd="/",
-                env={"PATH": _PATH},
-            )
+            return _first_of_its_own([*spaces, "sh", "-c", _filled(_SCRIPT), "vmm", *arguments], log, descriptors)
     except OSError as error:
         raise CreateFailed("vmm", str(error)) from error
-    process.returncode = 0  # whoever holds its pidfd reaps it; this object is not to warn that it runs
-    return process.pid
+
+
+def _first_of_its_own(words: Sequence[str], log: IO[bytes], descriptors: Sequence[int]) -> int:
+    """Start a process as the first of a PID namespace; its pid here. Raises `OSError`.
+
+    A namespace is for the children of a thread to come. One that ends after it had one child needs no process between
+    the VMM and this one, which has its pid and reaps it."""
+
+    def start() -> int:
+        if _libc.unshare(_NEWPID):
+            code = ctypes.get_errno()
+            raise OSError(code, f"no PID namespace of its own: {os.strerror(code)}")
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=descriptors,
+            start_new_session=True,  # it outlives its server
+            cwd="/",
+            env={"PATH": _PATH},
+        )
+        process.returncode = 0  # whoever holds its pidfd reaps it; this object is not to warn that it runs
+        return process.pid
+
+    with ThreadPoolExecutor(1, "vmm") as thread:
+        return thread.submit(start).result()
 
 
 def move_tap(pid: int, network: Path, gate: str) -> None:
@@ -164,7 +199,7 @@ def run_confined(plan: VmStart, command: Sequence[str], timeout: float) -> None:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
     if status != 0:
-        raise SandboxError(f"{command[0]}: {last_lines(plan.log)}")
+        raise SandboxError(f"{command[0]}: {printable(last_lines(plan.log))}")
 
 
 def listen(stack: ExitStack, path: Path) -> int:

@@ -13,7 +13,6 @@ from sandyard.errors import HostError
 
 _SOCKET_LIMIT = 107  # bytes of sun_path
 _ID_LENGTH = 40
-_UIDS = 1_000_000
 ROOT_IDS = 65536  # what container sandboxes take above `container.uid_base`
 
 
@@ -89,14 +88,17 @@ class Layout:
         """What its VMM was given to read after it was started."""
         return self.memory(sandbox_id) / "given"
 
-    def new_uid(self, name: str) -> int:
-        """A host user for the VMM of `name`: nobody else's, and hardly another VMM's."""
-        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-        return self.uid_base + ROOT_IDS + number % _UIDS
+    @property
+    def first_uid(self) -> int:
+        """Of those that VMMs have."""
+        return self.uid_base + ROOT_IDS
 
     def uid(self, sandbox_id: str) -> int:
-        """The host user of a sandbox that is there, which owns its directory. Raises `OSError`."""
-        return self.disk(sandbox_id).lstat().st_uid
+        """The host user of the VMM of a sandbox that is there. Raises `OSError`."""
+        uid = user_of(self.disk(sandbox_id))
+        if uid == 0:  # its server was killed in the middle of making it
+            raise OSError(errno.EPERM, "it is no VMM's", str(self.disk(sandbox_id)))
+        return uid
 
     def prepare(self) -> None:
         """Make the directories. Raises `HostError`."""
@@ -110,3 +112,10 @@ class Layout:
             if error.errno == errno.ENOSPC:
                 remedy = "free space there, or set paths.run and paths.state to a bigger disk"
             raise HostError(f"directory {error.filename}: {error.strerror}", remedy=remedy) from error
+
+
+def user_of(own: Path) -> int:
+    """Whom a directory in `Layout.disks` is for: it has the group, so that it makes no file there; what earlier
+    versions made it owns. Raises `OSError`."""
+    found = own.lstat()
+    return found.st_uid or found.st_gid

@@ -13,12 +13,14 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sandyard.errors import SandboxError
+from sandyard.runtimes.microvm.said import Odd, number, part, shown
 
 LINE_MAX = 1 << 20
 Event = Callable[[str, Mapping[str, Any]], None]
+_T = TypeVar("_T")
 
 
 class QmpError(SandboxError):
@@ -31,11 +33,13 @@ class QmpError(SandboxError):
 
 class Qmp:
     """One connection; QEMU serves one at a time. `on_event` is called with each event's name and data; it can be
-    replaced. `version` is what its greeting says, such as "7.2.0"; empty where it says none."""
+    replaced. `version` is what its greeting says, such as "7.2.0"; empty where it says none. `name`: whose VMM it is,
+    for what is told of it."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: socket.socket, on_event: Event
+        self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, own: socket.socket, on_event: Event
     ) -> None:
+        self.name = name
         self.on_event = on_event
         self._reader = reader
         self._writer = writer
@@ -56,7 +60,7 @@ class Qmp:
             async with asyncio.timeout(timeout):
                 reader, writer = await asyncio.open_unix_connection(str(path), limit=LINE_MAX)
                 own = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
-                client = cls(reader, writer, own, on_event)
+                client = cls(path.parent.name, reader, writer, own, on_event)
                 try:
                     greeting = await client._line()
                     if "QMP" not in greeting:
@@ -94,15 +98,30 @@ class Qmp:
                     await self._send(json.dumps(request).encode() + b"\n", descriptors)
                     return await answer
             except TimeoutError as error:
-                raise QmpError(f"QEMU did not answer {command} within {timeout:g} s") from error
+                raise self._error(f"QEMU did not answer {command} within {timeout:g} s") from error
             except OSError as error:
-                raise QmpError(f"the connection to QEMU broke at {command}: {error}") from error
+                raise self._error(f"the connection to QEMU broke at {command}: {error}") from error
             finally:
                 self._waiting = None
 
+    async def query(
+        self,
+        command: str,
+        read: Callable[[Any], _T],
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        descriptors: Sequence[int] = (),
+    ) -> _T:
+        """What `read`, which raises `Odd` for what is none, makes of the answer to a command. Raises `QmpError`."""
+        said = await self.execute(command, arguments, descriptors=descriptors)
+        try:
+            return read(said)
+        except Odd as error:
+            raise self._error(f"QEMU answered {command} with what is no answer: {error}") from error
+
     async def close(self) -> None:
         """Idempotent."""
-        self._fail(QmpError("the connection to QEMU was closed"))
+        self._fail(self._error("the connection to QEMU was closed"))
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -115,7 +134,7 @@ class Qmp:
     async def _send(self, line: bytes, descriptors: Sequence[int]) -> None:
         if descriptors:
             if self._writer.transport.get_write_buffer_size():
-                raise QmpError("QEMU has not read what it was sent before")
+                raise self._error("QEMU has not read what it was sent before")
             sent = socket.send_fds(self._socket, [line], list(descriptors))
             line = line[sent:]
         self._writer.write(line)
@@ -126,11 +145,11 @@ class Qmp:
             line = await self._reader.readuntil(b"\n")
             message = json.loads(line)
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise QmpError("QEMU closed its control connection") from error
+            raise self._error("QEMU closed its control connection") from error
         except (asyncio.LimitOverrunError, ValueError, RecursionError) as error:
-            raise QmpError(f"QEMU sent what is not its protocol: {error}") from error
+            raise self._error(f"QEMU sent what is not its protocol: {shown(str(error))}") from error
         if not isinstance(message, dict):
-            raise QmpError("QEMU sent what is not its protocol: no object")
+            raise self._error("QEMU sent what is not its protocol: no object")
         return message
 
     async def _read(self) -> None:
@@ -142,16 +161,23 @@ class Qmp:
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if "event" in message:
-            data = message.get("data")
-            self.on_event(str(message["event"]), data if isinstance(data, dict) else {})
+            name, data = message["event"], message.get("data")
+            if isinstance(name, str):
+                self.on_event(name, data if isinstance(data, dict) else {})
             return
         if self._waiting is None or message.get("id") != self._waiting[0] or self._waiting[1].done():
             return  # of a command that was given up
         error = message.get("error")
         if isinstance(error, dict):
-            self._waiting[1].set_exception(QmpError(f"QEMU: {error.get('desc')}", str(error.get("class"))))
+            kind = shown(error.get("class")) or "GenericError"
+            self._waiting[1].set_exception(self._error(f"QEMU: {shown(error.get('desc'))}", kind))
+        elif "return" in message:
+            self._waiting[1].set_result(message["return"])
         else:
-            self._waiting[1].set_result(message.get("return"))
+            self._waiting[1].set_exception(self._error("QEMU sent what is not its protocol: an answer without one"))
+
+    def _error(self, message: str, kind: str = "") -> QmpError:
+        return QmpError(f"{self.name}: {message}", kind)
 
     def _fail(self, error: QmpError) -> None:
         self._lost = self._lost or error
@@ -161,7 +187,7 @@ class Qmp:
 
 def _version(greeting: Any) -> str:
     try:
-        parts = greeting["version"]["qemu"]
-        return f"{parts['major']}.{parts['minor']}.{parts['micro']}"
-    except (KeyError, TypeError):
+        parts = part(part(greeting, "version"), "qemu")
+        return ".".join(str(number(part(parts, each))) for each in ("major", "minor", "micro"))
+    except Odd:
         return ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -20,6 +21,7 @@ from sandyard.runtimes.microvm.disks import MOST, Disks
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.qmp import QmpError
+from sandyard.runtimes.microvm.said import part, records, shown, text
 
 log = structlog.get_logger("sandyard.microvm")
 
@@ -29,9 +31,9 @@ HURRY = 12
 _POLL = 0.1
 _PATIENCE = 30.0
 _AT_REST = ("concluded", "null")
-_NAME = re.compile(r"(file-)?disk(?:-([0-9]+))?")  # of a node that a VMM was started with, for its disk
+_NAME = re.compile(r"(file-)?disk(?:-([0-9]{1,6}))?")  # of a node that a VMM was started with, for its disk
 _CANCELLED = "Operation canceled"
-_Job = dict[str, object]
+_Job = Mapping[str, object]
 
 
 async def begin(host: Host, instance: MicroVMInstance) -> None:
@@ -152,7 +154,7 @@ async def _clear(host: Host, instance: MicroVMInstance, job: _Job) -> bool:
     error = job.get("error")
     if error:
         if error != _CANCELLED:
-            _stays(instance, error)
+            _stays(instance, shown(error))
     else:
         await ended(Disks(host.layout, instance.spec).shortened, _number(job))
     try:
@@ -174,16 +176,24 @@ async def _forget_nodes(instance: MicroVMInstance) -> None:
         await _tell(instance, "blockdev-del", {"node-name": match[0]})
 
 
-async def _nodes(instance: MicroVMInstance) -> list[str]:
-    found = await instance.control.execute("query-named-block-nodes", {"flat": True})
-    return [str(each.get("node-name")) for each in found]
+async def _nodes(instance: MicroVMInstance) -> Sequence[str]:
+    """The images that QEMU has open, by its names for them. Raises `SandboxError`."""
+    return await instance.control.query("query-named-block-nodes", _named, {"flat": True})
+
+
+def _named(said: object) -> Sequence[str]:
+    """Raises `Odd`, as the one below."""
+    return [text(part(each, "node-name")) for each in records(said)]
 
 
 async def _job(instance: MicroVMInstance) -> _Job | None:
-    for job in await instance.control.execute("query-jobs"):
-        if str(job.get("id")).startswith(JOB):
-            return dict(job)
-    return None
+    """What QEMU says of it, if it is there. Raises `SandboxError`."""
+    return await instance.control.query("query-jobs", _found)
+
+
+def _found(said: object) -> _Job | None:
+    jobs = (job for job in records(said) if text(part(job, "id")).startswith(JOB))
+    return next((job for job in jobs if text(part(job, "status"))), None)
 
 
 def _number(job: _Job) -> int:

@@ -23,6 +23,7 @@ from sandyard.runtimes.microvm.launch import LATER, VmStart, listen, start_vmm
 from sandyard.runtimes.microvm.layout import Layout
 from sandyard.runtimes.microvm.machine import Absent
 from sandyard.runtimes.microvm.qmp import Qmp
+from sandyard.runtimes.microvm.users import make_home
 
 _COME_UP = 30.0
 _END = 20.0
@@ -34,7 +35,7 @@ class Spare:
     def __init__(self, layout: Layout, cgroups: Cgroups, kind: Kind, name: str) -> None:
         self.kind = kind
         self.name = name
-        self.uid = layout.new_uid(name)
+        self.uid = 0  # until it has come up
         self.pid = 0
         self._layout = layout
         self._cgroups = cgroups
@@ -70,9 +71,9 @@ class Spare:
     def _start(self) -> None:
         kind = self.kind
         try:
-            for path, mode in ((self.home, 0o700), (self.given, 0o755), (self.own, 0o700)):
+            for path, mode in ((self.home, 0o700), (self.given, 0o755)):
                 path.mkdir(mode=mode)
-            os.chown(self.own, self.uid, self.uid)
+            self.uid = make_home(self._layout, self.own)
             groups = make_groups(self._cgroups, self.name, kind.limits)
             with ExitStack() as stack:
                 agent_fd = listen(stack, self._layout.agent_socket(self.name))
@@ -83,6 +84,7 @@ class Spare:
                     groups=groups,
                     shared={},
                     log=self.home / "vmm.log",
+                    file_bytes=kind.file_bytes,
                     device=kind.device,
                     gate=LATER if kind.tap else "",
                     given=self.given,

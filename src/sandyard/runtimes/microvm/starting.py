@@ -24,6 +24,7 @@ from sandyard.runtimes.microvm.machine import Drive
 from sandyard.runtimes.microvm.memory.image import chain_of, is_blank
 from sandyard.runtimes.microvm.qcow2 import Image
 from sandyard.runtimes.microvm.record import save_below, save_running
+from sandyard.runtimes.microvm.users import give_home, make_home
 
 LAYER_FILES_MAX = 16
 CONF = "conf.img"
@@ -95,8 +96,8 @@ class Starter:
         """Of the VMM of such a sandbox. Raises `CreateFailed`."""
         _, files = split_layers(spec.rootfs.layers)
         own, cpu = self._settings.microvm, spec.resources.cpu
-        network = tap or spec.network is not None
-        return Kind(choice.engine, choice.accel, self.memory_mb(spec), own.overhead_mb, cpu, network, len(files))
+        tap, memory_mb, disk_mb = tap or spec.network is not None, self.memory_mb(spec), spec.resources.disk_mb
+        return Kind(choice.engine, choice.accel, memory_mb, disk_mb, own.overhead_mb, cpu, tap, len(files))
 
     def drives(self, spec: SandboxSpec) -> tuple[list[Drive], dict[str, Path]]:
         """Of a guest on its disk and its committed layers; and, by names below `SHARED`, what its VMM gets to see of
@@ -120,30 +121,22 @@ class Starter:
         subnet = self._settings.network.subnet
         return f"{subnet[1]}/{subnet.prefixlen}"
 
-    def plan(
-        self,
-        spec: SandboxSpec,
-        groups: Sequence[Path],
-        shared: dict[str, Path],
-        device: str = "",
-        *,
-        tap: bool = False,
-        tool: bool = False,
-    ) -> VmStart:
-        """What a process of this sandbox on the host is confined to, which its images belong to from here on. `tool`:
-        it is not its VMM. Raises `OSError`."""
+    def plan(self, kind: Kind, spec: SandboxSpec, groups: Sequence[Path], shared: dict[str, Path]) -> VmStart:
+        """What its VMM is confined to, which its images belong to from here on. Raises `OSError`."""
         sandbox_id = spec.sandbox_id
-        uid = self._layout.uid(sandbox_id)
+        own, uid = self._layout.disk(sandbox_id), self._layout.uid(sandbox_id)
+        give_home(own, uid)  # also one that is of an earlier version
         Disks(self._layout, spec).hand_to(uid)
         return VmStart(
-            own=self._layout.disk(sandbox_id),
+            own=own,
             uid=uid,
             groups=groups,
             shared=shared,
-            log=self._layout.home(sandbox_id) / ("tool.log" if tool else "vmm.log"),
-            device=device,
-            network=None if tool else spec.network,  # a tool needs none
-            gate=self.gate() if tap else "",
+            log=self._layout.home(sandbox_id) / "vmm.log",
+            file_bytes=kind.file_bytes,
+            device=kind.device,
+            network=spec.network,
+            gate=self.gate() if kind.tap else "",
         )
 
     def memory_mb(self, spec: SandboxSpec) -> int:
@@ -151,13 +144,8 @@ class Starter:
         return spec.resources.memory_mb + self._settings.microvm.guest_mb
 
     def make_own(self, sandbox_id: str) -> None:
-        """Make the directory of its VMM. Raises `CreateFailed`."""
-        own, uid = self._layout.disk(sandbox_id), self._layout.new_uid(sandbox_id)
-        try:
-            own.mkdir(mode=0o700)
-            os.chown(own, uid, uid)
-        except OSError as error:
-            raise CreateFailed("disk", f"{own}: {error.strerror}") from error
+        """Make the directory of its VMM, which gets a user of its own. Raises `CreateFailed`."""
+        make_home(self._layout, self._layout.disk(sandbox_id))
 
     def _run(
         self,
@@ -176,7 +164,7 @@ class Starter:
                 save_below(home, memory)
                 agent_fd = listen(stack, self._layout.agent_socket(sandbox_id))
                 qmp_fd = listen(stack, self._layout.qmp_socket(sandbox_id))
-                plan = self.plan(spec, groups, shared, kind.device, tap=kind.tap)
+                plan = self.plan(kind, spec, groups, shared)
             except OSError as error:
                 raise CreateFailed("sockets", f"{home}: {error}") from error
             command = kind.machine(disks, agent_fd, qmp_fd, incoming=bool(incoming)).command()

@@ -13,6 +13,7 @@ from sandyard.errors import SandboxError
 from sandyard.runtimes.deltas import Chain, Delta, Placed, index_delta
 from sandyard.runtimes.durable import sync
 from sandyard.runtimes.finishing import ended
+from sandyard.runtimes.microvm import disk
 from sandyard.runtimes.microvm.host import Host
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.launch import OWN
@@ -31,6 +32,7 @@ from sandyard.runtimes.microvm.memory.pages import (
     find_region,
 )
 from sandyard.runtimes.microvm.memory.rebasing import Rebased, rebase, release
+from sandyard.runtimes.microvm.qcow2 import opened
 from sandyard.runtimes.microvm.record import load_below, load_region
 
 MAX_DEPTH = 16
@@ -72,6 +74,7 @@ class Capture:
         scratch = f"state-{secrets.token_hex(4)}"
         own = self._host.layout.disk(self._instance.spec.sandbox_id)
         try:
+            await ended(disk.to_be_written, own, scratch)
             arguments = {"filename": str(OWN / scratch), "live": False}
             await self._instance.control.execute("xen-save-devices-state", arguments, timeout=120)
             await ended(self._copy, own / scratch)
@@ -124,10 +127,10 @@ class Capture:
             self._spans = [(0, region.size // PAGE)] if self._below.whole else changed(region)
             copy_out(region, self._spans, part(self._name, "pages.draft"))
         # What the VMM wrote it may still write: a copy is not its own.
-        descriptor = os.open(state, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file, open(part(self._name, "state"), "xb") as copy:
+        with opened(state) as descriptor, open(part(self._name, "state"), "xb") as copy:
             os.fchmod(copy.fileno(), 0o400)
-            content = file.read(STATE_MAX + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                content = file.read(STATE_MAX + 1)
             if not 0 < len(content) <= STATE_MAX:
                 raise SandboxError(f"the VMM wrote a device state of {len(content)} bytes or more")
             copy.write(content)

@@ -9,8 +9,9 @@ from io import FileIO
 from pathlib import Path
 
 from sandyard.runtimes.microvm.memory import image
-from sandyard.runtimes.microvm.memory.image import Manifest, part
+from sandyard.runtimes.microvm.memory.image import Manifest
 from sandyard.runtimes.microvm.qmp import Qmp
+from sandyard.runtimes.microvm.said import number, part
 
 STATE, FILES = "state", 0
 """What a VMM that got them knows them by."""
@@ -29,8 +30,12 @@ class Opened:
         """Give them to a VMM that runs: the state as `STATE`, the others in its set `FILES`; the numbers that those
         have there. Raises `SandboxError`."""
         await qmp.execute("getfd", {"fdname": STATE}, descriptors=[self.state])
-        given = [await qmp.execute("add-fd", {"fdset-id": FILES}, descriptors=[each]) for each in self.ram]
-        return [int(each["fd"]) for each in given]
+        return [await qmp.query("add-fd", _added, {"fdset-id": FILES}, descriptors=[each]) for each in self.ram]
+
+
+def _added(said: object) -> int:
+    """Raises `Odd`."""
+    return number(part(said, "fd"))
 
 
 async def take_back(qmp: Qmp) -> None:
@@ -42,7 +47,7 @@ async def take_back(qmp: Qmp) -> None:
 @contextmanager
 def opened(name: Path, manifest: Manifest) -> Iterator[Opened]:
     """Raises `OSError`."""
-    paths = [part(name, "state"), part(name, "ram"), *image.pages_of(name, manifest)]
+    paths = [image.part(name, "state"), image.part(name, "ram"), *image.pages_of(name, manifest)]
     with ExitStack() as stack:
         state, *ram = (stack.enter_context(FileIO(path)).fileno() for path in paths)
         yield Opened(name, manifest, state, ram)

@@ -18,6 +18,7 @@ from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
 from sandyard.runtimes.microvm.memory.pagemap import PAGE, Span
 from sandyard.runtimes.microvm.memory.pages import Region
 from sandyard.runtimes.microvm.record import save_below
+from sandyard.runtimes.microvm.said import number, part
 
 _LEAST = 16  # pages: fewer stay its own, and are copied once more the next time
 _MAPPINGS_MAX = 32768  # of a process; the kernel's own limit is twice that
@@ -43,11 +44,16 @@ async def rebase(
     if not chosen:
         return None
     with FileIO(draft) as file:
-        added = await instance.control.execute("add-fd", descriptors=[file.fileno()])
+        descriptor, fdset = await instance.control.query("add-fd", _added, descriptors=[file.fileno()])
     # First the record: a page that is its own and also in the image is only copied once more.
     await ended(save_below, home, name)
-    await ended(map_over, region.pid, _mappings(region, spans, chosen, int(added["fd"])), ())
-    return Rebased(frozenset(chosen), int(added["fdset-id"]))
+    await ended(map_over, region.pid, _mappings(region, spans, chosen, descriptor), ())
+    return Rebased(frozenset(chosen), fdset)
+
+
+def _added(said: object) -> tuple[int, int]:
+    """Raises `Odd`."""
+    return number(part(said, "fd")), number(part(said, "fdset-id"))
 
 
 async def release(instance: MicroVMInstance, rebased: Rebased) -> None:

@@ -38,6 +38,7 @@ from sandyard.runtimes.microvm.memory.pages import Region, find_region
 from sandyard.runtimes.microvm.memory.sharing import give
 from sandyard.runtimes.microvm.qmp import Qmp
 from sandyard.runtimes.microvm.record import save_region
+from sandyard.runtimes.microvm.said import record, text
 from sandyard.runtimes.microvm.spare import Spare
 
 log = structlog.get_logger("sandyard.microvm")
@@ -206,7 +207,7 @@ class Restorer:
         await instance.control.execute("migrate-incoming", {"uri": f"fd:{state}"})
         deadline = time.monotonic() + _LOAD_TIMEOUT
         while time.monotonic() < deadline:
-            status = (await instance.control.execute("query-migrate")).get("status")
+            status = await instance.control.query("query-migrate", lambda said: text(record(said).get("status", "")))
             if status == "completed":
                 return
             if status == "failed":
