@@ -102,7 +102,8 @@ class MicroVMRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         if not ID.fullmatch(sandbox_id):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
-        split_layers(spec.rootfs.layers)
+        if spec.memory is None:
+            split_layers(spec.rootfs.layers)
         choice = await self._chosen()
         async with self._slot(), self._turns.of(sandbox_id):
             if await ended(self.host.known, sandbox_id):

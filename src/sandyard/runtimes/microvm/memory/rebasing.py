@@ -57,7 +57,7 @@ async def release(instance: MicroVMInstance, rebased: Rebased) -> None:
 
 def _choose(region: Region, spans: Sequence[Span], draft: Path) -> Sequence[Span]:
     mappings, held = _held(region.pid)
-    if held + draft.stat().st_blocks * 512 > _HELD * region.size:
+    if mappings > _MAPPINGS_MAX or held + draft.stat().st_blocks * 512 > _HELD * region.size:
         return []
     least = _LEAST
     while len(chosen := [span for span in spans if span[1] - span[0] >= least]) * 2 + mappings > _MAPPINGS_MAX:
