@@ -125,9 +125,11 @@ class MicroVMRuntime(Runtime):
                 if known is None:
                     return await self._bring_up.find(choice, sandbox_id)
                 if not known.paused and not known.stall.lasts:
-                    await self._bring_up.relink(known, choice)
+                    await known.unless_stalled(self._bring_up.relink(known, choice))
                 return known
             except (SandboxError, HostError):
+                if known is not None and known.stall.lasts:
+                    return known  # it cannot answer before that is over
                 return None  # it does not live, or does not answer: for `destroy`
 
     async def pause(self, instance: MicroVMInstance) -> None:
