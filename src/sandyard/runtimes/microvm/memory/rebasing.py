@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm.instance import MicroVMInstance
-from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
+from sandyard.runtimes.microvm.memory.inject import Mapper, Mapping
 from sandyard.runtimes.microvm.memory.pagemap import PAGE, Span
 from sandyard.runtimes.microvm.memory.pages import Region
 from sandyard.runtimes.microvm.record import save_below
@@ -33,10 +33,17 @@ class Rebased:
 
 
 async def rebase(
-    instance: MicroVMInstance, region: Region, spans: Sequence[Span], draft: Path, home: Path, name: str
+    instance: MicroVMInstance,
+    region: Region,
+    spans: Sequence[Span],
+    draft: Path,
+    home: Path,
+    name: str,
+    mapper: Mapper,
 ) -> Rebased | None:
     """The guest stands still, and `draft` has its pages `spans`, one behind the other; from here on it goes on above
-    its image `name`, by the record in `home`. None: it goes on above what it did, as too much would be held for it.
+    its image `name`, by the record in `home`, as the `mapper` maps it. None: it goes on above what it did, as too much
+    would be held for it.
 
     Raises `SandboxError`, `OSError`."""
     chosen = await ended(_choose, region, spans, draft)
@@ -46,7 +53,7 @@ async def rebase(
         added = await instance.control.execute("add-fd", descriptors=[file.fileno()])
     # First the record: a page that is its own and also in the image is only copied once more.
     await ended(save_below, home, name)
-    await ended(map_over, region.pid, _mappings(region, spans, chosen, int(added["fd"])), ())
+    await ended(mapper.map_over, region.pid, _mappings(region, spans, chosen, int(added["fd"])))
     return Rebased(frozenset(chosen), int(added["fdset-id"]))
 
 
