@@ -3,14 +3,15 @@ killed for that."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
 
 from sandyard.errors import CreateFailed, HostError, HostFull, SandboxError
 from sandyard.runtimes.memory import MemoryInstance, MemoryRuntime
-from sandyard.sandboxes import State, recovery
-from sandyard.sandboxes.model import PauseMode
+from sandyard.sandboxes import State, pausing, recovery
+from sandyard.sandboxes.model import OnTimeout, PauseMode, TimeoutPolicy
 from tests.sandboxes.test_keeping_memory import started
 
 if TYPE_CHECKING:
@@ -61,6 +62,34 @@ async def test_a_pause_that_is_not_recorded_nor_undone(
         found = yard.look(made.id)
         assert await yard.pausing.resume(found, 60)
         assert pid in await found.agent.processes()
+
+
+async def test_the_end_of_one_waits_until_its_pause_can_be_recorded(
+    open_yard: OpenYard, wanted: Wanted, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pausing, "FULL_SECONDS", 0.1)
+    runtime, tried = Stubborn(), 0
+    async with open_yard(runtime) as yard:
+        recorded = yard.store.set_paused
+
+        async def full(sandbox_id: str, at: float, mode: str) -> None:
+            nonlocal tried
+            tried += 1
+            if tried == 2:
+                runtime.fail_next.append(CreateFailed("disk", "no room"))
+            if tried < 3:
+                await fail()
+            await recorded(sandbox_id, at, mode)
+
+        monkeypatch.setattr(yard.store, "set_paused", full)
+        made = await yard.create(wanted(policy=TimeoutPolicy(OnTimeout.PAUSE), timeout=0.05))
+        pid = await started(made)
+        await until(lambda: tried == 1 and made.state is State.RUNNING)
+        await until(lambda: made.state is State.PAUSED)
+        assert tried == 2
+        await asyncio.sleep(0.2)
+        assert await yard.pausing.resume(made, 60)
+        assert pid in await made.agent.processes()
 
 
 async def test_a_resume_that_is_not_recorded_nor_undone(

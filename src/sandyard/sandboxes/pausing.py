@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sandyard.errors import Conflict, DeathReason, HostFull, NotFound, SandyardError, Unsupported
+from sandyard.errors import Conflict, DeathReason, HostError, HostFull, NotFound, SandyardError, Unsupported
 from sandyard.runtimes.base import Instance
 from sandyard.sandboxes.halted import HaltedInstance
 from sandyard.sandboxes.model import OnTimeout, PauseMode, Sandbox, State
@@ -24,7 +24,8 @@ log = structlog.get_logger("sandyard.pausing")
 AUTO_RESUME_WAIT = 60.0
 AUTO_RESUME_LIFE = 300.0
 FULL_SECONDS = 30.0
-"""For how long the end of one does not come that could not be paused for want of room on the host's disk."""
+"""For how long the end of one does not come that could not be paused, or its pause recorded, for want of room on the
+host's disk."""
 
 
 class Pausing:
@@ -120,10 +121,12 @@ class Pausing:
                 return
             except Conflict:
                 return  # somebody else did
-            except HostFull as error:
+            except (HostFull, HostError) as error:
                 log.error("sandbox waits for its end: it cannot be paused now", sandbox=sandbox.id, error=str(error))
                 return
             except SandyardError as error:
+                if sandbox.paused_at is not None:
+                    return  # it is, though not as it should be
                 log.error("sandbox could not be paused at its end", sandbox=sandbox.id, error=str(error))
                 detail = f"{detail}, and it could not be paused: {error}"
         await self._manager.kill(sandbox.id, DeathReason.TIMEOUT, detail)
@@ -162,7 +165,7 @@ class Pausing:
             sandbox.paused_at = time.time()
             await manager.store.set_paused(sandbox.id, sandbox.paused_at, mode.value)
         except BaseException as error:
-            await self._run_again(sandbox, rest=FULL_SECONDS if isinstance(error, HostFull) else 0.0)
+            await self._run_again(sandbox, rest=FULL_SECONDS if isinstance(error, (HostFull, HostError)) else 0.0)
             raise
         if sandbox.state is State.PAUSING:  # else it is being killed
             self._paused(sandbox, mode, why, began)
