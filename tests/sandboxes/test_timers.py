@@ -53,4 +53,4 @@ async def test_one_that_is_set_again_and_again_takes_no_more_room() -> None:
     assert len(timers._heap) < 100
     timers.set("a", 0.01, partial(fired.append, "a"))
     await asyncio.sleep(0.2)
-    assert fired == ["a", "b"]
+    assert sorted(fired) == ["a", "b"]
