@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sandyard.errors import BadRequest, CapacityError, Conflict, CreateFailed, DeathReason, NotFound, Unsupported
-from sandyard.runtimes.base import MAX_LAYERS, Capabilities
+from sandyard.runtimes.base import MAX_LAYERS, Capabilities, Instance, SandboxSpec
 from sandyard.runtimes.memory import MemoryRuntime
 from sandyard.sandboxes import Sandbox, SandboxManager
 from sandyard.sandboxes.model import TimeoutPolicy
@@ -117,6 +117,29 @@ async def test_each_fork_succeeds_or_fails_by_itself(open_yard: OpenYard, wanted
         assert kinds.count("Sandbox") >= 2
         assert yard.admission.count == 1 + kinds.count("Sandbox")
         assert any(isinstance(child, CapacityError) for child in children)
+
+
+class SlowCreates(MemoryRuntime):
+    async def create(self, spec: SandboxSpec) -> Instance:
+        await asyncio.sleep(0.1)
+        return await super().create(spec)
+
+
+async def test_a_fork_that_is_called_off_leaves_no_child(open_yard: OpenYard, wanted: Wanted) -> None:
+    """However often: whoever waits for it may be called off once more while its children are undone."""
+    runtime = SlowCreates()
+    async with open_yard(runtime, high=0) as yard:
+        source = await yard.create(wanted())
+        fork = asyncio.ensure_future(yard.copying.fork(source, 2, 30))
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            fork.cancel()
+            await asyncio.sleep(0.01)
+        with pytest.raises(asyncio.CancelledError):
+            await fork
+        await asyncio.sleep(0.2)
+        assert yard.everyone() == [source]
+        assert await runtime.list() == [source.id]
 
 
 async def test_layers_go_with_whom_they_were_for(

@@ -43,3 +43,14 @@ async def test_clear_stops_everything() -> None:
     timers.clear()
     await asyncio.sleep(0.05)
     assert not fired
+
+
+async def test_one_that_is_set_again_and_again_takes_no_more_room() -> None:
+    timers, fired = Timers(), list[str]()
+    timers.set("b", 0.05, partial(fired.append, "b"))
+    for _ in range(10_000):
+        timers.set("a", 3600, partial(fired.append, "a"))
+    assert len(timers._heap) < 100
+    timers.set("a", 0.01, partial(fired.append, "a"))
+    await asyncio.sleep(0.2)
+    assert sorted(fired) == ["a", "b"]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandyard.errors import Conflict, NotFound, SandyardError, Unsupported
 from sandyard.runtimes.base import Rootfs
+from sandyard.runtimes.finishing import finish
 from sandyard.sandboxes.catalog import DEFAULT_TAG, Build, Reference, Template, check_name, check_new_tag
 from sandyard.sandboxes.model import PauseMode, Sandbox
 
@@ -138,7 +139,7 @@ class Copying:
             try:
                 children = await asyncio.gather(*(_outcome(task) for task in work))
             except BaseException:
-                await _undo(work, manager)
+                await finish(_undo(work, manager))
                 raise
         manager.collect_soon()
         good = sum(isinstance(child, Sandbox) for child in children)

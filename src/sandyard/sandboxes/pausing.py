@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from sandyard.errors import Conflict, DeathReason, HostFull, NotFound, SandyardError, Unsupported
+from sandyard.errors import Conflict, DeathReason, HostError, HostFull, NotFound, SandyardError, Unsupported
 from sandyard.runtimes.base import Instance
 from sandyard.sandboxes.halted import HaltedInstance
 from sandyard.sandboxes.model import OnTimeout, PauseMode, Sandbox, State
@@ -24,7 +24,8 @@ log = structlog.get_logger("sandyard.pausing")
 AUTO_RESUME_WAIT = 60.0
 AUTO_RESUME_LIFE = 300.0
 FULL_SECONDS = 30.0
-"""For how long the end of one does not come that could not be paused for want of room on the host's disk."""
+"""For how long the end of one does not come that could not be paused, or its pause recorded, for want of room on the
+host's disk."""
 
 
 class Pausing:
@@ -120,10 +121,12 @@ class Pausing:
                 return
             except Conflict:
                 return  # somebody else did
-            except HostFull as error:
+            except (HostFull, HostError) as error:
                 log.error("sandbox waits for its end: it cannot be paused now", sandbox=sandbox.id, error=str(error))
                 return
             except SandyardError as error:
+                if sandbox.paused_at is not None:
+                    return  # it is, though not as it should be
                 log.error("sandbox could not be paused at its end", sandbox=sandbox.id, error=str(error))
                 detail = f"{detail}, and it could not be paused: {error}"
         await self._manager.kill(sandbox.id, DeathReason.TIMEOUT, detail)
@@ -162,14 +165,17 @@ class Pausing:
             sandbox.paused_at = time.time()
             await manager.store.set_paused(sandbox.id, sandbox.paused_at, mode.value)
         except BaseException as error:
-            await self._run_again(sandbox, rest=FULL_SECONDS if isinstance(error, HostFull) else 0.0)
+            await self._run_again(sandbox, rest=FULL_SECONDS if isinstance(error, (HostFull, HostError)) else 0.0)
             raise
-        if sandbox.state is not State.PAUSING:
-            return  # it is being killed
+        if sandbox.state is State.PAUSING:  # else it is being killed
+            self._paused(sandbox, mode, why, began)
+
+    def _paused(self, sandbox: Sandbox, mode: PauseMode, why: str, began: float) -> None:
+        manager = self._manager
         sandbox.state, sandbox.pause_mode = State.PAUSED, mode
         manager.expiry.arm(sandbox)
         manager.extension.stopped(sandbox)
-        kept = "with its memory" if memory else "with its files only"
+        kept = "with its memory" if mode is PauseMode.FULL else "with its files only"
         sandbox.log.append(f"paused {kept}: {why}", seconds=f"{time.monotonic() - began:.3f}")
         for listener in manager.on_pause:
             listener(sandbox)
@@ -261,11 +267,32 @@ class Pausing:
                 await sandbox.instance.resume()
                 self._manager.reaper.watch(sandbox)
         except SandyardError as error:
-            self._give_up(sandbox, f"a pause failed, and it does not run any more: {error}")
+            detail = f"a pause failed, and it does not run any more: {error}"
+            if (mode := await self._kept(sandbox)) is None:
+                self._give_up(sandbox, detail)
+            elif sandbox.state is State.PAUSING:
+                # Nothing of it is lost, and also the next server will find it so.
+                log.error("a sandbox stays paused", sandbox=sandbox.id, error=detail)
+                self._stand_in(sandbox)
+                sandbox.paused_at = time.time()
+                self._paused(sandbox, mode, detail, time.monotonic())
             return
-        if sandbox.state is State.PAUSING:
-            sandbox.state, sandbox.paused_at = State.RUNNING, None
+        self._runs(sandbox, State.PAUSING, rest=rest)
+
+    def _runs(self, sandbox: Sandbox, state: State, *, rest: float = 0.0) -> None:
+        if sandbox.state is state:
+            sandbox.state, sandbox.paused_at, sandbox.pause_mode = State.RUNNING, None, None
             self._manager.expiry.arm(sandbox, rest=rest)
+
+    async def _kept(self, sandbox: Sandbox) -> PauseMode | None:
+        """What there is on the disk of one that does not run."""
+        runtime = self._manager.runtime
+        with contextlib.suppress(SandyardError):
+            if sandbox.id in await runtime.halted():
+                return PauseMode.FILESYSTEM
+            if sandbox.id in await runtime.suspended():
+                return PauseMode.FULL
+        return None
 
     async def _pause_again(self, sandbox: Sandbox) -> None:
         """After a resume that failed: paused, as before."""
@@ -279,8 +306,18 @@ class Pausing:
             else:
                 await sandbox.instance.pause()
         except SandyardError as error:
-            self._give_up(sandbox, f"a resume failed, and it cannot be paused again: {error}")
-            return
+            mode, detail = await self._kept(sandbox), f"a resume failed, and it cannot be paused again: {error}"
+            if mode is None and (not self._suspends or isinstance(sandbox.instance, HaltedInstance)):
+                self._give_up(sandbox, detail)
+                return
+            log.error("a sandbox is not what it is recorded as", sandbox=sandbox.id, error=detail)
+            if mode is None:  # it runs, and goes on with that: what it has would be lost
+                self._manager.reaper.watch(sandbox)
+                sandbox.end_at = time.time() + max(sandbox.lifetime, FULL_SECONDS)
+                self._runs(sandbox, State.RESUMING)
+                return
+            self._stand_in(sandbox)
+            sandbox.pause_mode = mode
         if sandbox.state is State.RESUMING:
             sandbox.state = State.PAUSED
             self._manager.expiry.arm(sandbox)

@@ -7,16 +7,17 @@ loses nothing: what was frozen but not recorded as paused runs, what was halted 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import structlog
 
-from sandyard.errors import DeathReason, SandyardError
-from sandyard.runtimes.base import Instance
+from sandyard.errors import DeathReason, HostError, HostFull, SandyardError
 from sandyard.sandboxes.halted import HaltedInstance
 from sandyard.sandboxes.model import OnTimeout, PauseMode, Sandbox, State
+from sandyard.sandboxes.pausing import FULL_SECONDS
 from sandyard.store import DeathRecord, SandboxRecord
 
 if TYPE_CHECKING:
@@ -72,12 +73,16 @@ async def _adopted(manager: SandboxManager, record: SandboxRecord) -> Sandbox | 
     sandbox = Sandbox.adopted(record, instance)
     try:
         if record.state == State.RUNNING:
-            await _run(instance)
+            await _run(manager, sandbox)
         elif record.pause_mode == PauseMode.FILESYSTEM:
             await manager.runtime.halt(record.id)  # a resume was under way, and nobody was told of it
             return await _halted(manager, record, PauseMode.FILESYSTEM)
         elif manager.runtime.capabilities.memory_snapshot:
-            await manager.runtime.suspend(record.id)  # as above
+            try:
+                await manager.runtime.suspend(record.id)  # as above
+            except HostFull as error:
+                await _resumed(manager, sandbox, error)
+                return sandbox
             return await _halted(manager, record, PauseMode.FULL)
         else:
             await instance.pause()
@@ -88,9 +93,31 @@ async def _adopted(manager: SandboxManager, record: SandboxRecord) -> Sandbox | 
     return sandbox
 
 
-async def _run(instance: Instance) -> None:
-    if instance.paused:
-        await instance.resume()
+async def _run(manager: SandboxManager, sandbox: Sandbox) -> None:
+    """Where it has no room to go on it waits for that."""
+    try:
+        if sandbox.instance.paused:
+            await sandbox.instance.resume()
+    except HostFull as error:
+        log.error("a sandbox stands still until there is room", sandbox=sandbox.id, error=str(error))
+        manager.later(_run_later(sandbox))
+
+
+async def _run_later(sandbox: Sandbox) -> None:
+    while sandbox.state.alive and sandbox.instance.paused:
+        await asyncio.sleep(FULL_SECONDS)
+        with contextlib.suppress(HostFull):
+            await sandbox.instance.resume()
+
+
+async def _resumed(manager: SandboxManager, sandbox: Sandbox, why: HostFull) -> None:
+    """It cannot be paused again now, so its resume was one after all."""
+    log.error("a sandbox was resumed, and nobody was told", sandbox=sandbox.id, error=str(why))
+    sandbox.end_at = time.time() + max(sandbox.lifetime, FULL_SECONDS)
+    try:
+        await manager.store.set_running(sandbox.id, sandbox.end_at)
+    except HostError as error:
+        log.error("that a sandbox runs could not be recorded", sandbox=sandbox.id, error=str(error))
 
 
 async def _halted(manager: SandboxManager, record: SandboxRecord, mode: PauseMode) -> Sandbox | None:
@@ -101,14 +128,17 @@ async def _halted(manager: SandboxManager, record: SandboxRecord, mode: PauseMod
             mode = PauseMode.FILESYSTEM
         elif mode is PauseMode.FULL:
             await manager.runtime.suspend(record.id)  # what is left of a move that was not finished
-    except SandyardError as error:
-        log.error("sandbox could not be taken over", sandbox=record.id, error=str(error))
-        return None
+    except SandyardError as error:  # all of it is on the disk: what a resume begins with is this once more
+        log.error("something stays of a sandbox that is paused", sandbox=record.id, error=str(error))
+        mode = PauseMode(record.pause_mode) if record.pause_mode else mode
     sandbox = Sandbox.adopted(record, HaltedInstance(manager.runtime, Sandbox.spec_of(record)))
     _set_paused(sandbox, record, mode)
     sandbox.placed = False
     if record.state != State.PAUSED or record.pause_mode != mode:
-        await manager.store.set_paused(record.id, sandbox.paused_at or time.time(), mode.value)
+        try:
+            await manager.store.set_paused(record.id, sandbox.paused_at or time.time(), mode.value)
+        except HostError as error:  # the next server will find the same
+            log.error("that a sandbox is paused could not be recorded", sandbox=record.id, error=str(error))
     return sandbox
 
 

@@ -7,6 +7,8 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+_IDLE = 64  # entries that no timer has any more
+
 
 class Timers:
     """Named one-shot timers. Setting a name again replaces its deadline. Used from one event loop."""
@@ -23,6 +25,9 @@ class Timers:
         entry = (loop.time() + max(delay, 0.0), next(self._serial), callback)
         self._due[name] = entry
         heapq.heappush(self._heap, (entry[0], entry[1], name))
+        if len(self._heap) > 2 * len(self._due) + _IDLE:  # a deadline that is set anew again and again, and is far
+            self._heap = [item for item in self._heap if self._valid(item)]
+            heapq.heapify(self._heap)
         self._arm(loop)
 
     def cancel(self, name: str) -> None:

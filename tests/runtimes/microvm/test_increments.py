@@ -15,6 +15,7 @@ from sandyard.runtimes.conformance.kit import Kit
 from sandyard.runtimes.microvm import MicroVMRuntime
 from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import capture, image, rebasing
+from sandyard.runtimes.microvm.memory.inject import Mapper
 from sandyard.runtimes.microvm.record import load_below, save_below
 from tests.runtimes.microvm.test_memory import SMALL, copied, layers, made
 
@@ -138,7 +139,7 @@ async def test_a_server_that_ended_between_record_and_mapping_costs_nothing_but_
 ) -> None:
     instance, kit = await holding(runtime, base, "source")
     content = await held(kit, "change")
-    monkeypatch.setattr(rebasing, "map_over", lambda *_: None)
+    monkeypatch.setattr(Mapper, "map_over", lambda *_: None)
     await instance.commit(layers / "one", memory=True, durable=False)
     monkeypatch.undo()
     await instance.commit(layers / "two", memory=True, durable=False)

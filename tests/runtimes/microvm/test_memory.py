@@ -379,3 +379,28 @@ async def test_many_snapshots_and_pauses_stay_as_quick_as_one(
         assert len(list(own.glob("disk*.qcow2"))) <= 8
     assert (await kit.output("cat /root/log")).split() == [str(count) for count in range(12)]
     await counting(kit, counter.pid)
+
+
+async def test_memory_goes_on_when_its_template_is_gone(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path, tmp_path: Path
+) -> None:
+    """What a guest has mounted is kept with its memory. A template may be replaced many times while one is paused."""
+    template = tmp_path / "template"
+    (template / "srv").mkdir(parents=True)
+    (template / "srv" / "word").write_text("kept")
+    stack = replace(base, layers=[template, *base.layers])
+    instance, kit = await made(runtime, stack, "sleeper")
+    counter = await kit.start(COUNTER)
+    await kit.output("while [ ! -s /run/n ]; do sleep 0.05; done")
+    await instance.commit(layers / "one", memory=True)
+    await runtime.suspend("sleeper")
+    shutil.rmtree(template)
+    kit = Kit(runtime, stack, await runtime.wake(instance.spec))
+    await counting(kit, counter.pid)
+    assert await kit.output("cat /srv/word") == "kept"
+    await kit.sandbox.commit(layers / "two", memory=True)
+    await runtime.destroy("sleeper")
+    for name in ("one", "two"):
+        async with copied(runtime, stack, layers / name, "copy") as copy:
+            await counting(copy, counter.pid)
+            assert await copy.output("cat /srv/word") == "kept"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from sandyard.runtimes.microvm.memory import capture as capturing
 from sandyard.runtimes.microvm.memory import rebasing
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.image import part
+from sandyard.runtimes.microvm.memory.inject import Mapper
 from sandyard.runtimes.microvm.memory.opened import Opened
 from sandyard.runtimes.microvm.memory.pages import Region
 from sandyard.runtimes.microvm.memory.restore import Restorer
@@ -106,7 +107,8 @@ async def send(instance: MicroVMInstance) -> object:
 async def rebase(instance: MicroVMInstance) -> object:
     home = instance._runtime.host.layout.home(NAME)
     (home / "draft").touch()
-    return await rebasing.rebase(instance, Region(0, 0, 0), [(0, 99)], home / "draft", home, "1")
+    with closing(Mapper()) as mapper:
+        return await rebasing.rebase(instance, Region(0, 0, 0), [(0, 99)], home / "draft", home, "1", mapper)
 
 
 OPERATIONS: dict[str, tuple[str, Operation]] = {
@@ -158,9 +160,8 @@ async def _room(instance: MicroVMInstance) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is mapped, whatever number is said; what never ends is not waited for."""
+    """Whatever number is said is taken; what never ends is not waited for."""
     monkeypatch.setattr(rebasing, "_choose", lambda *_: [(0, 99)])
-    monkeypatch.setattr(rebasing, "map_over", lambda *_: None)
     monkeypatch.setattr("sandyard.runtimes.microvm.memory.restore._LOAD_TIMEOUT", 0.05)
 
 

@@ -396,6 +396,17 @@ async def test_a_host_that_is_full_in_the_middle_of_a_pause(machine: Machine, mo
     await instance.pause()
 
 
+async def test_a_host_that_is_full_while_one_is_looked_for(machine: Machine) -> None:
+    """It is not taken for one that does not answer, which would be killed."""
+    instance = await machine.hold()
+    machine.mute, machine.runtime._choice = True, CHOICE
+    looking = asyncio.ensure_future(machine.runtime.adopt(NAME))
+    await eventually(lambda: not instance.linked)
+    machine.states = ["io-error"] * 99
+    machine.event("BLOCK_IO_ERROR", STOPPED)
+    assert await asyncio.wait_for(looking, 5) is instance
+
+
 @pytest.mark.parametrize("step", ["cont", "identify", "freeze0"])
 async def test_a_resume_that_fails_leaves_it_paused(machine: Machine, step: str) -> None:
     instance = await machine.hold()

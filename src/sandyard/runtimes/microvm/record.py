@@ -31,8 +31,11 @@ def load_running(home: Path) -> Running | None:
 
 
 def save_below(home: Path, memory: str) -> None:
-    """`memory`: which of the sandbox's images its guest is started from; empty: it boots."""
-    (home / "memory").write_text(memory)
+    """`memory`: which of the sandbox's images its guest is started from; empty: it boots. All or nothing: half a name
+    would be that of a guest that booted. Raises `OSError`."""
+    scratch = home / ".memory"
+    scratch.write_text(memory)
+    scratch.rename(home / "memory")
 
 
 def load_below(home: Path) -> str:

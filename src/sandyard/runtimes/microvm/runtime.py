@@ -104,7 +104,8 @@ class MicroVMRuntime(Runtime):
         sandbox_id = spec.sandbox_id
         if not ID.fullmatch(sandbox_id):
             raise CreateFailed("spec", f"sandbox id {sandbox_id!r} is not 1 to 40 of a-z and 0-9")
-        split_layers(spec.rootfs.layers)
+        if spec.memory is None:
+            split_layers(spec.rootfs.layers)
         choice = await self._chosen()
         async with self._slot(), self.host.turns.of(sandbox_id):
             if await ended(self.host.known, sandbox_id):
@@ -126,9 +127,11 @@ class MicroVMRuntime(Runtime):
                 if known is None:
                     return await self._bring_up.find(choice, sandbox_id)
                 if not known.paused and not known.stall.lasts:
-                    await self._bring_up.relink(known, choice)
+                    await known.unless_stalled(self._bring_up.relink(known, choice))
                 return known
             except (SandboxError, HostError):
+                if known is not None and known.stall.lasts:
+                    return known  # it cannot answer before that is over
                 return None  # it does not live, or does not answer: for `destroy`
 
     async def pause(self, instance: MicroVMInstance) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -93,11 +94,11 @@ class Starter:
         return self._run(self.kind(choice, spec), spec, [_CONF_DRIVE], {**booted(choice.assets), KEPT: disks.kept})
 
     def kind(self, choice: Choice, spec: SandboxSpec, *, tap: bool = False) -> Kind:
-        """Of the VMM of such a sandbox. Raises `CreateFailed`."""
-        _, files = split_layers(spec.rootfs.layers)
+        """Of the VMM of such a sandbox."""
+        files, network = committed(spec.rootfs.layers), tap or spec.network is not None
         own, cpu = self._settings.microvm, spec.resources.cpu
-        tap, memory_mb, disk_mb = tap or spec.network is not None, self.memory_mb(spec), spec.resources.disk_mb
-        return Kind(choice.engine, choice.accel, memory_mb, disk_mb, own.overhead_mb, cpu, tap, len(files))
+        memory_mb, disk_mb = self.memory_mb(spec), spec.resources.disk_mb
+        return Kind(choice.engine, choice.accel, memory_mb, disk_mb, own.overhead_mb, cpu, network, len(files))
 
     def drives(self, spec: SandboxSpec) -> tuple[list[Drive], dict[str, Path]]:
         """Of a guest on its disk and its committed layers; and, by names below `SHARED`, what its VMM gets to see of
@@ -107,7 +108,7 @@ class Starter:
         shared = {"base": self._layout.block(spec.sandbox_id), KEPT: disks.kept}
         drives = [_CONF_DRIVE, Drive("base", SHARED / "base", "raw")]
         drives.append(Drive("disk", top.path, "qcow2", writable=True, below=below))
-        for number, layer in enumerate(split_layers(spec.rootfs.layers)[1]):
+        for number, layer in enumerate(committed(spec.rootfs.layers)):
             images = []
             for place, path in enumerate(chain_of(layer)):
                 name = f"layer{number}-{place}"
@@ -182,13 +183,15 @@ def write_conf(home: Path, content: bytes) -> None:
     path.chmod(0o444)
 
 
+def committed(layers: Sequence[Path]) -> list[Path]:
+    """Those that are files. What lies below them need not be there: a guest that goes on from memory has the block
+    image that was made of it."""
+    return list(itertools.takewhile(Path.is_file, layers))
+
+
 def split_layers(layers: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """Directories, and the files that lie above them. Raises `CreateFailed("rootfs")`."""
-    files: list[Path] = []
-    for layer in layers:
-        if not layer.is_file():
-            break
-        files.append(layer)
+    files = committed(layers)
     directories = list(layers[len(files) :])
     for layer in directories:
         if not layer.is_dir():

@@ -21,6 +21,7 @@ from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.checking import STATE_MAX, digest_file, digest_ram
 from sandyard.runtimes.microvm.memory.fitting import load_fit
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, part
+from sandyard.runtimes.microvm.memory.inject import Mapper
 from sandyard.runtimes.microvm.memory.merging import lowest, merge
 from sandyard.runtimes.microvm.memory.pagemap import PAGE, Span
 from sandyard.runtimes.microvm.memory.pages import (
@@ -81,13 +82,14 @@ class Capture:
         finally:
             (own / scratch).unlink(missing_ok=True)
 
-    async def rebase(self) -> None:
+    async def rebase(self, mapper: Mapper) -> None:
         """After `take`, the guest still stopped: let it go on above this image, which is one of its own. Raises
         `SandboxError`, `OSError`."""
         if self._below is not None:
             home = self._host.layout.home(self._instance.spec.sandbox_id)
             draft = part(self._name, "pages.draft")
-            self.rebased = await rebase(self._instance, self._region(), self._spans, draft, home, self._name.name)
+            at, name = self._region(), self._name.name
+            self.rebased = await rebase(self._instance, at, self._spans, draft, home, name, mapper)
 
     async def release(self) -> None:
         """After `rebase`, the guest running again. Raises `SandboxError`."""

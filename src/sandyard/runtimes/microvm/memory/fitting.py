@@ -16,16 +16,14 @@ from sandyard.runtimes.microvm.images import image_of
 from sandyard.runtimes.microvm.kind import vcpus
 from sandyard.runtimes.microvm.machine import DEVICES, cpu_model, machine_type
 from sandyard.runtimes.microvm.memory.image import Fit
-from sandyard.runtimes.microvm.starting import split_layers
+from sandyard.runtimes.microvm.starting import committed, split_layers
 
 _UUID_AT = 1024 + 0x68  # in an ext4 file system
 _FIT = "fit.json"
 
 
 def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
-    """Of a sandbox of `spec` on the block image `block`, if it is started now. Blocking. Raises `CreateFailed`,
-    `OSError`."""
-    _, files = split_layers(spec.rootfs.layers)
+    """Of a sandbox of `spec` on the block image `block`, if it is started now. Blocking. Raises `OSError`."""
     return Fit(
         accel=choice.accel,
         machine=f"{machine_type(choice.accel)} (devices {DEVICES})",
@@ -37,7 +35,7 @@ def fit_of(host: Host, choice: Choice, spec: SandboxSpec, block: Path) -> Fit:
         disk_mb=spec.resources.disk_mb,
         network=spec.network is not None,
         image=_identity(block),
-        layers=[_layer(layer) for layer in files],
+        layers=[_layer(layer) for layer in committed(spec.rootfs.layers)],
         protocol=VERSION,
     )
 

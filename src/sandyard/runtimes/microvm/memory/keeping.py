@@ -17,6 +17,7 @@ from sandyard.runtimes.microvm.memory.bases import Bases
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.compaction import Compactor
 from sandyard.runtimes.microvm.memory.image import Manifest
+from sandyard.runtimes.microvm.memory.inject import Mapper
 from sandyard.runtimes.microvm.memory.restore import Restorer, without_layer
 from sandyard.runtimes.microvm.memory.sharing import share
 from sandyard.runtimes.microvm.memory.suspended import next_image
@@ -87,6 +88,20 @@ class Keeping:
         await self._compactor.close()
 
     async def _take(self, instance: MicroVMInstance, capture: Capture, swap: commits.Swap) -> None:
+        try:
+            mapper = await ended(Mapper)  # before it stands still
+        except BaseException:
+            swap.drop()
+            raise
+        try:
+            await self._take_still(instance, capture, swap, mapper)
+        finally:
+            await ended(mapper.close)
+        await capture.release()
+
+    async def _take_still(
+        self, instance: MicroVMInstance, capture: Capture, swap: commits.Swap, mapper: Mapper
+    ) -> None:
         """Memory, devices and disk of one instant; then it goes on, if it ran."""
         try:
             try:
@@ -97,11 +112,10 @@ class Keeping:
                 swap.drop()
                 raise
             await swap.do()
-            await capture.rebase()
+            await capture.rebase(mapper)
         finally:
             if not instance.paused:
                 await instance.go_on()
-        await capture.release()
 
     def _write(self, spec: SandboxSpec, capture: Capture, own: Path, target: Path, durable: bool) -> Manifest:
         conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sandyard.runtimes.finishing import ended
 from sandyard.runtimes.microvm.instance import MicroVMInstance
-from sandyard.runtimes.microvm.memory.inject import Mapping, map_over
+from sandyard.runtimes.microvm.memory.inject import Mapper, Mapping
 from sandyard.runtimes.microvm.memory.pagemap import PAGE, Span
 from sandyard.runtimes.microvm.memory.pages import Region
 from sandyard.runtimes.microvm.record import save_below
@@ -34,10 +34,17 @@ class Rebased:
 
 
 async def rebase(
-    instance: MicroVMInstance, region: Region, spans: Sequence[Span], draft: Path, home: Path, name: str
+    instance: MicroVMInstance,
+    region: Region,
+    spans: Sequence[Span],
+    draft: Path,
+    home: Path,
+    name: str,
+    mapper: Mapper,
 ) -> Rebased | None:
     """The guest stands still, and `draft` has its pages `spans`, one behind the other; from here on it goes on above
-    its image `name`, by the record in `home`. None: it goes on above what it did, as too much would be held for it.
+    its image `name`, by the record in `home`, as the `mapper` maps it. None: it goes on above what it did, as too much
+    would be held for it.
 
     Raises `SandboxError`, `OSError`."""
     chosen = await ended(_choose, region, spans, draft)
@@ -47,7 +54,7 @@ async def rebase(
         descriptor, fdset = await instance.control.query("add-fd", _added, descriptors=[file.fileno()])
     # First the record: a page that is its own and also in the image is only copied once more.
     await ended(save_below, home, name)
-    await ended(map_over, region.pid, _mappings(region, spans, chosen, descriptor), ())
+    await ended(mapper.map_over, region.pid, _mappings(region, spans, chosen, descriptor))
     return Rebased(frozenset(chosen), fdset)
 
 
@@ -63,7 +70,7 @@ async def release(instance: MicroVMInstance, rebased: Rebased) -> None:
 
 def _choose(region: Region, spans: Sequence[Span], draft: Path) -> Sequence[Span]:
     mappings, held = _held(region.pid)
-    if held + draft.stat().st_blocks * 512 > _HELD * region.size:
+    if mappings > _MAPPINGS_MAX or held + draft.stat().st_blocks * 512 > _HELD * region.size:
         return []
     least = _LEAST
     while len(chosen := [span for span in spans if span[1] - span[0] >= least]) * 2 + mappings > _MAPPINGS_MAX:

@@ -256,7 +256,7 @@ def _joined(mappings: Iterable[Mapping]) -> Iterator[Mapping]:
     last: Mapping | None = None
     for each in mappings:
         if last is not None and _continues(last, each):
-            last = replace(last, length=last.length + each.length)
+            last = last._replace(length=last.length + each.length)
             continue
         if last is not None:
             yield last
