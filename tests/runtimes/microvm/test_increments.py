@@ -38,12 +38,16 @@ while True:
 async def holding(runtime: MicroVMRuntime, base: Rootfs, name: str) -> tuple[MicroVMInstance, Kit]:
     instance, kit = await made(runtime, base, name)
     await kit.start(["/usr/bin/python3", "-c", HOLDER])
-    await kit.output("while [ ! -p /run/told ]; do sleep 0.1; done")
+    # Python is slow where it is emulated, on a host that is busy.
+    ran = await kit.run("while [ ! -p /run/told ]; do sleep 0.1; done", timeout=240)
+    assert ran.status.code == 0
     return instance, kit
 
 
 async def held(kit: Kit, word: str = "say") -> str:
-    return await kit.output(f"echo {word} > /run/ask; cat /run/told")
+    ran = await kit.run(f"echo {word} > /run/ask; cat /run/told", timeout=240)
+    assert ran.status.code == 0
+    return ran.text
 
 
 def delta_mb(layer: Path) -> float:
