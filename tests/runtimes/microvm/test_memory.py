@@ -254,7 +254,7 @@ async def test_what_is_damaged_is_refused(runtime: MicroVMRuntime, base: Rootfs,
         assert await copy.output("hostname") == "mended"
 
 
-def _with(fit: Fit, name: str, value: str) -> Fit:
+def _with(fit: Fit, name: str, value: object) -> Fit:
     changes: dict[str, Any] = {name: value}
     return replace(fit, **changes)
 
@@ -279,8 +279,8 @@ async def test_what_is_of_another_host_or_sandbox_is_refused(
         ("machine", "other", "another machine type: other"),
         ("cpu", "other", "another CPU model: other"),
         ("engine", "1.0", "another QEMU: 1.0"),
-        ("kernel", "1.0", "another guest kernel: 1.0"),
         ("image", "other", "another block image of the template: other"),
+        ("protocol", 0, "another protocol of the agent: 0"),
     ):
         image.save(layer, replace(whole, fit=_with(whole.fit, name, value)), durable=False)
         with pytest.raises(CreateFailed, match=reason) as caught:
