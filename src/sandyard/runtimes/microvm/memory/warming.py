@@ -52,4 +52,6 @@ async def _ends(process: Process, seconds: float) -> bool:
             await process.wait()
     except TimeoutError:
         return False
+    except GuestError:  # it did not even begin
+        return True
     return True
