@@ -15,9 +15,7 @@ from io import FileIO
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from sandyard.errors import CreateFailed, GuestError, SandboxError
-from sandyard.guest.base import ProcessSpec
-from sandyard.guest.shell import BASH
+from sandyard.errors import CreateFailed, SandboxError
 from sandyard.runtimes.base import SandboxSpec
 from sandyard.runtimes.container.layout import remove_tree
 from sandyard.runtimes.finishing import ended, finish
@@ -26,20 +24,19 @@ from sandyard.runtimes.microvm.bringup import BringUp
 from sandyard.runtimes.microvm.choice import Choice
 from sandyard.runtimes.microvm.disks import Disks
 from sandyard.runtimes.microvm.host import Host
-from sandyard.runtimes.microvm.instance import MicroVMInstance
 from sandyard.runtimes.microvm.memory import image
 from sandyard.runtimes.microvm.memory.capture import Capture
 from sandyard.runtimes.microvm.memory.fitting import block_of, fit_of
 from sandyard.runtimes.microvm.memory.image import Fit, Manifest, Unfit, part
 from sandyard.runtimes.microvm.memory.restore import Restorer
 from sandyard.runtimes.microvm.memory.sharing import share
+from sandyard.runtimes.microvm.memory.warming import warm
 from sandyard.runtimes.microvm.starting import CONF
 
 KEPT = 8
 """How many bases without a sandbox stay, those used last."""
 _NAME = "base"
 _POLL = 0.1
-_WARM = 60.0
 
 
 class Bases:
@@ -95,7 +92,7 @@ class Bases:
         instance = await self._bring_up.start(choice, spec, used=False, tap=fit.network)
         capture = Capture(self._host, instance, name, fit)
         try:
-            await instance.unless_stalled(_warm(instance))
+            await instance.unless_stalled(warm(instance))
             await instance.stand_still()
             await capture.take()
             conf_bytes = conf.bytes_of(self._host.layout.kept(spec.sandbox_id) / CONF)
@@ -120,17 +117,6 @@ class Bases:
         for _, home, idle in sorted(found, reverse=True)[KEPT:]:
             if idle and home != newest:
                 remove_tree(home)
-
-
-async def _warm(instance: MicroVMInstance) -> None:
-    """Have the shell that nearly all commands begin with in the guest's cache, which every copy then has. None of the
-    template's own scripts runs: what they made would be the same in every copy."""
-    try:
-        shell = await instance.agent.spawn(ProcessSpec([BASH, "--noprofile", "--norc", "-c", "true"]))
-        async with asyncio.timeout(_WARM):
-            await shell.wait()
-    except (GuestError, TimeoutError):
-        return  # a template without one
 
 
 @asynccontextmanager
