@@ -242,11 +242,12 @@ async def test_what_is_damaged_is_refused(runtime: MicroVMRuntime, base: Rootfs,
             with pytest.raises(CreateFailed) as caught:
                 await runtime.create(spec_of(base, layers / "one", "broken"))
             assert caught.value.stage == "snapshot", damage
-            assert path.name in caught.value.message or "one" in caught.value.message, damage
+            assert "one" in caught.value.message, damage
         path.unlink()
         with pytest.raises(CreateFailed) as caught:
             await runtime.create(spec_of(base, layers / "one", "broken"))
-        assert caught.value.stage == ("rootfs" if path == layers / "one" else "snapshot")
+        assert caught.value.stage == "snapshot"
+        assert "one" in caught.value.message
         kept.rename(path)
         path.chmod(0o444)
     assert await runtime.list() == ["whole"]
