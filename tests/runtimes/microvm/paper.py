@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -110,6 +110,9 @@ class PaperGuest:
         path = self._host.layout.disk("one") / Path(arguments["filename"]).relative_to(OWN)
         path.write_bytes(os.urandom(100))
         return []
+
+    async def query(self, command: str, read: Callable[[Any], object], arguments: dict[str, Any] = {}) -> object:  # noqa: B006
+        return read(await self.execute(command, arguments))
 
     async def disk_node(self) -> str:
         return "disk"
