@@ -7,12 +7,14 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from sandyard.errors import CapacityError, Conflict, HostError, NotFound, Unsupported
+from sandyard.runtimes.room import check_room
 from sandyard.sandboxes import SandboxManager
 from sandyard.store.blobs import BlobDamaged, BlobError, BlobMissing, BlobUnreachable, Content
 from sandyard.store.blobs.memory import MemoryBlobs
@@ -364,7 +366,7 @@ async def test_a_full_disk_leaves_nothing(
                 await start(b, made)
         assert _layers(b) == []
         with monkeypatch.context() as patch:
-            patch.setattr("sandyard.sandboxes.remote.download._RESERVE_MB", 1 << 40)
+            patch.setattr("sandyard.sandboxes.remote.download.check_room", partial(check_room, reserve=1 << 60))
             with pytest.raises(HostError, match="no room"):
                 await start(b, made)
         assert await read(await start(b, made), "/noise") == NOISE

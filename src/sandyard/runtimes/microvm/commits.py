@@ -62,16 +62,18 @@ def check_depth(spec: SandboxSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """The exchange of the image a guest writes to: `number` gets a new one, `path`, above it."""
+    """The exchange of the image a guest writes to: `number` gets a new one, `path`, above it. What makes few of its
+    images stands still for it, by its id, until `end`."""
 
     instance: MicroVMInstance
     number: int
     path: Path
+    held: str | None = None
 
     @classmethod
     async def prepare(cls, host: Host, instance: MicroVMInstance) -> Swap:
-        """Make the image, which belongs to nobody yet. Raises `Unsupported`, `SandboxError`."""
-        await shortening.make_way(host, instance)
+        """Make the image, which belongs to nobody yet; `end` is due. Raises `Unsupported`, `SandboxError`."""
+        held = await shortening.make_way(host, instance)
 
         def make() -> Swap:
             disks = Disks(host.layout, instance.spec)
@@ -81,9 +83,18 @@ class Swap:
                     f"sandbox {instance.spec.sandbox_id}: the images of its disk are too many, and are not made one",
                     remedy="free disk space on the host",
                 )
-            return cls(instance, disks.top(), disks.add())
+            return cls(instance, disks.top(), disks.add(), held)
 
-        return await ended(make)
+        try:
+            return await ended(make)
+        except BaseException:
+            await shortening.go_on(instance, held)
+            raise
+
+    async def end(self) -> None:
+        """It was done or dropped, and the guest goes on."""
+        with suppress(SandboxError):  # its VMM is gone, or the next `shortening.begin` tells it
+            await shortening.go_on(self.instance, self.held)
 
     def drop(self) -> None:
         """It is not needed."""
@@ -119,6 +130,7 @@ async def _exchange(instance: MicroVMInstance, swap: Swap) -> None:
             await instance.agent.freeze(True)
     except BaseException:
         swap.drop()
+        await swap.end()
         raise
     try:
         await swap.do()
@@ -126,6 +138,7 @@ async def _exchange(instance: MicroVMInstance, swap: Swap) -> None:
         if not instance.paused:
             with suppress(SandyardError):
                 await instance.agent.freeze(False)
+        await swap.end()
 
 
 async def flatten(host: Host, spec: SandboxSpec, number: int, target: Path, durable: bool) -> int:

@@ -140,6 +140,7 @@ class MicroVMRuntime(Runtime):
             if instance.paused:
                 return
             try:
+                await shortening.call_off(self.host, instance)  # it is not to end as the guest is stopped
                 await instance.stand_still()
             except BaseException:
                 with suppress(SandyardError):  # what it failed with says more

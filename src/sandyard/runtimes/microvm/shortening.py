@@ -52,24 +52,50 @@ async def begin(host: Host, instance: MicroVMInstance) -> None:
         task.add_done_callback(lambda done: _forget(host, sandbox_id, done))
 
 
-async def make_way(host: Host, instance: MicroVMInstance) -> None:
-    """Before the image that the guest writes to gets one above it; `begin` is due afterwards. Waits only where there
-    are too many images already. Raises `SandboxError`."""
-    job = await _job(instance)
-    if job is None:
-        return
+async def make_way(host: Host, instance: MicroVMInstance) -> str | None:
+    """Before the image that the guest writes to gets one above it: what is at work stands still until `go_on` with the
+    id that this gives. `begin` is due afterwards. Waits only where there are too many images already. Raises
+    `SandboxError`.
+
+    A job of QEMU 7.2 that ends while its guest is stopped, or before an image is put above and is let go of after that,
+    takes the VMM with it."""
+    if (job := await _job(instance)) is None:
+        return None
+    held = str(job["id"])
+    await _tell(instance, "job-pause", {"id": held})
+    try:
+        job = await _until(instance, ("paused", *_AT_REST))
+        if job is not None and await _is_above(host, instance, job):
+            return held
+    except BaseException:
+        await go_on(instance, held)
+        raise
+    return None
+
+
+async def _is_above(host: Host, instance: MicroVMInstance, job: _Job) -> bool:
+    """Whether a job that stands still is not in the way of an image above; else it is none any more."""
     if job.get("status") in _AT_REST:
         await _clear(host, instance, job)
-        return
+        return False
     images = Disks(host.layout, instance.spec)
-    depth = await ended(images.depth)
     if _number(job) >= await ended(images.top):
         await call_off(host, instance)
-        return
+        return False
+    depth = await ended(images.depth)
     if depth >= HURRY:
         await _tell(instance, "block-job-set-speed", {"device": str(job["id"]), "speed": 0})
     if depth > 2 * MOST:
+        await go_on(instance, str(job["id"]))
         await _settle(host, instance)
+        return False
+    return True
+
+
+async def go_on(instance: MicroVMInstance, held: str | None) -> None:
+    """After `make_way`. Raises `SandboxError`."""
+    if held is not None:
+        await _tell(instance, "job-resume", {"id": held})
 
 
 async def call_off(host: Host, instance: MicroVMInstance) -> None:
@@ -89,21 +115,30 @@ async def _tell(instance: MicroVMInstance, command: str, arguments: _Job) -> Non
 
 
 async def _settle(host: Host, instance: MicroVMInstance) -> None:
+    if (job := await _until(instance, _AT_REST)) is not None:
+        await _clear(host, instance, job)
+
+
+async def _until(instance: MicroVMInstance, status: Sequence[str]) -> _Job | None:
+    """The job once it is of such a status; None where there is none any more. Raises `SandboxError`."""
+    pause = 0.001
     try:
         async with asyncio.timeout(_PATIENCE):
-            job = await _ended(instance)
+            while (job := await _job(instance)) is not None and job.get("status") not in status:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _POLL)
+            return job
     except TimeoutError as error:
         message = f"sandbox {instance.spec.sandbox_id}: the images of its disk are still being made one"
         raise SandboxError(message, remedy="try again later") from error
-    if job is not None:
-        await _clear(host, instance, job)
 
 
 async def _start(host: Host, instance: MicroVMInstance) -> int | None:
     """The uppermost image; None where there is nothing to do. Raises `SandboxError`."""
     images = Disks(host.layout, instance.spec)
     top = await ended(images.top)
-    if await _job(instance) is not None:  # an earlier server's, or one that was not in the way
+    if (job := await _job(instance)) is not None:  # an earlier server's, or one that was not in the way
+        await go_on(instance, str(job["id"]))  # if that server was killed while it held it
         return top
     depth = await ended(images.depth)
     if depth < disks.DEEPEST:

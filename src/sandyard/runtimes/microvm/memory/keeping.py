@@ -92,10 +92,12 @@ class Keeping:
             mapper = await ended(Mapper)  # before it stands still
         except BaseException:
             swap.drop()
+            await swap.end()
             raise
         try:
             await self._take_still(instance, capture, swap, mapper)
         finally:
+            await swap.end()
             await ended(mapper.close)
         await capture.release()
 
