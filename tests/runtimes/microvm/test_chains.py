@@ -279,6 +279,21 @@ async def test_a_long_chain_is_made_one_while_the_guest_runs(
             assert (await copy.run("test -e /root/after")).status.code == (0 if name == "fourth" else 1)
 
 
+@pytest.mark.usefixtures("shallow")
+async def test_it_is_called_off_before_the_guest_is_stopped(
+    runtime: MicroVMRuntime, base: Rootfs, layers: Path
+) -> None:
+    instance, kit = await deep(runtime, base, layers, 1)
+    assert await at_work(instance)
+    await instance.pause()
+    assert await shortening._job(instance) is None
+    await instance.resume()
+    await instance.commit(layers / "third", memory=True, durable=False)
+    await at_rest(runtime)
+    assert disks_of(runtime, instance).depth() < 4  # it is begun again, and has no limit any more
+    assert await kit.output("sha256sum -c /root/sum") == "/root/data: OK"
+
+
 async def hurry(instance: MicroVMInstance) -> None:
     for job in await at_work(instance):
         await instance.control.execute("block-job-set-speed", {"device": job, "speed": 0})

@@ -140,7 +140,8 @@ class MicroVMRuntime(Runtime):
             if instance.paused:
                 return
             try:
-                await shortening.call_off(self.host, instance)  # it is not to end as the guest is stopped
+                if instance.spec.sandbox_id in self.host.background:  # that is not to end as the guest is stopped
+                    await shortening.call_off(self.host, instance)
                 await instance.stand_still()
             except BaseException:
                 with suppress(SandyardError):  # what it failed with says more
