@@ -45,19 +45,19 @@ async def test_a_pause_that_is_not_recorded_nor_undone(
     async with open_yard(runtime, keep=True) as yard:
         made = await yard.create(wanted())
         pid = await started(made)
-        with monkeypatch.context() as patch:
-            patch.setattr(yard.store, "set_paused", fail)
-            runtime.fail_next.append(CreateFailed("disk", "no room"))
-            with pytest.raises(HostError):
-                await yard.pausing.pause(made)
+
+        async def pause_in_vain() -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(yard.store, "set_paused", fail)
+                runtime.fail_next.append(CreateFailed("disk", "no room"))
+                with pytest.raises(HostError):
+                    await yard.pausing.pause(made)
+
+        await pause_in_vain()
         assert (made.state, made.pause_mode, made.placed) == (State.PAUSED, PauseMode.FULL, False)
         assert await yard.pausing.resume(made, 60)
         assert pid in await made.agent.processes()
-        with monkeypatch.context() as patch:
-            patch.setattr(yard.store, "set_paused", fail)
-            runtime.fail_next.append(CreateFailed("disk", "no room"))
-            with pytest.raises(HostError):
-                await yard.pausing.pause(made)
+        await pause_in_vain()
     async with open_yard(runtime) as yard:  # which was told that it runs
         found = yard.look(made.id)
         assert await yard.pausing.resume(found, 60)

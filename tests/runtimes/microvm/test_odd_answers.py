@@ -117,7 +117,7 @@ OPERATIONS: dict[str, tuple[str, Operation]] = {
     "limit": ("query-block", lambda instance: instance.limit_disk(1)),
     "node": ("query-block", lambda instance: instance.disk_node()),
     "console": ("ringbuf-read", lambda instance: instance.console()),
-    "settle": ("query-jobs", lambda instance: shortening._ended(instance)),
+    "settle": ("query-jobs", lambda instance: shortening._until(instance, shortening._AT_REST)),
     "call off": ("query-jobs", lambda instance: shortening.call_off(instance._runtime.host, instance)),
     "load": ("query-migrate", lambda instance: restorer(instance)._load(instance, "state")),
     "send": ("add-fd", send),

@@ -64,7 +64,7 @@ async def make_way(host: Host, instance: MicroVMInstance) -> str | None:
     held = str(job["id"])
     await _tell(instance, "job-pause", {"id": held})
     try:
-        job = await _until(instance, ("paused", *_AT_REST))
+        job = await _soon(instance, ("paused", *_AT_REST))
         if job is not None and await _is_above(host, instance, job):
             return held
     except BaseException:
@@ -115,22 +115,27 @@ async def _tell(instance: MicroVMInstance, command: str, arguments: _Job) -> Non
 
 
 async def _settle(host: Host, instance: MicroVMInstance) -> None:
-    if (job := await _until(instance, _AT_REST)) is not None:
+    if (job := await _soon(instance, _AT_REST)) is not None:
         await _clear(host, instance, job)
+
+
+async def _soon(instance: MicroVMInstance, status: Sequence[str]) -> _Job | None:
+    """`_until`, for whoever cannot wait long. Raises `SandboxError`."""
+    try:
+        async with asyncio.timeout(_PATIENCE):
+            return await _until(instance, status)
+    except TimeoutError as error:
+        message = f"sandbox {instance.spec.sandbox_id}: the images of its disk are still being made one"
+        raise SandboxError(message, remedy="try again later") from error
 
 
 async def _until(instance: MicroVMInstance, status: Sequence[str]) -> _Job | None:
     """The job once it is of such a status; None where there is none any more. Raises `SandboxError`."""
     pause = 0.001
-    try:
-        async with asyncio.timeout(_PATIENCE):
-            while (job := await _job(instance)) is not None and job.get("status") not in status:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _POLL)
-            return job
-    except TimeoutError as error:
-        message = f"sandbox {instance.spec.sandbox_id}: the images of its disk are still being made one"
-        raise SandboxError(message, remedy="try again later") from error
+    while (job := await _job(instance)) is not None and job.get("status") not in status:
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _POLL)
+    return job
 
 
 async def _start(host: Host, instance: MicroVMInstance) -> int | None:
@@ -159,7 +164,7 @@ async def _shorten(host: Host, instance: MicroVMInstance, top: int) -> None:
     """Until nothing is left to do, or there is no more to it than when it was begun."""
     try:
         while True:
-            await _ended(instance)
+            await _until(instance, _AT_REST)
             async with host.turns.of(instance.spec.sandbox_id):
                 job = await _job(instance)
                 if job is not None and job.get("status") not in _AT_REST:
@@ -172,15 +177,6 @@ async def _shorten(host: Host, instance: MicroVMInstance, top: int) -> None:
                 top = later
     except (SandboxError, OSError) as error:
         _stays(instance, error)
-
-
-async def _ended(instance: MicroVMInstance) -> _Job | None:
-    """Wait until nothing is at work; what was, unless that is known to QEMU no more. Raises `SandboxError`."""
-    while True:
-        job = await _job(instance)
-        if job is None or job.get("status") in _AT_REST:
-            return job
-        await asyncio.sleep(_POLL)
 
 
 async def _clear(host: Host, instance: MicroVMInstance, job: _Job) -> bool:
